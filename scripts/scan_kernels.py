@@ -20,6 +20,7 @@ import platform
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections import Counter
 from pathlib import Path
@@ -30,6 +31,11 @@ HERE = Path(__file__).resolve()
 ROOT = HERE.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 LONGEST = 600  # seconds that an entry may take
+_EXTREMES = (
+    "Numbers are equal, small (the least normal ones, and 0), large (20, and 1e18, or in float16 64), infinite, NaN, "
+    "in float32, float64 and float16 where there is a kernel. The first element that differs is shown. Some of NumPy's "
+    "results are a convention; docs/mindspore.md says what matters."
+)
 
 
 def arguments(given):
@@ -119,7 +125,8 @@ def scan(todo, calls, folder, seconds=math.inf):
 
 def _finished(process, results):
     """Wait for a worker, which is ended where it writes nothing for long; meanwhile another process is busy."""
-    busy = subprocess.Popen(["nice", "-n", "19", sys.executable, "-c", "while True: pass"])
+    while_we_live = f"import os\nwhile os.getppid() == {os.getpid()}: pass"
+    busy = subprocess.Popen([sys.executable, "-c", while_we_live], preexec_fn=lambda: os.nice(19))
     try:
         while process.poll() is None:
             if time.time() - results.stat().st_mtime > LONGEST:
@@ -131,11 +138,11 @@ def _finished(process, results):
             each.wait()
 
 
-def page(done, todo, calls):
+def page(done, todo):
     """The tables as Markdown.
 
     Args:
-        done, todo, calls: of `scan`.
+        done, todo: of `scan`.
     """
     bits = [(name, found) for (kind, name, *_), found in done if kind == "bits" and "crashed" not in found]
     counted = {kind: sum(type(found[kind]) is int for _, found in bits) for kind in ("forward", "gradient")}
@@ -145,21 +152,29 @@ def page(done, todo, calls):
     compared = [(text, found) for (kind, *_, text), found in done if kind == "extremes" and "crashed" not in found]
     known = [entry for entry, _ in done]
     missing = sorted({name for kind, name, *rest in todo if [kind, name, *rest] not in known})
+    long = sum(found["long"] for _, found in bits)
+    times = Counter(found["calls"] for _, found in bits).most_common()
+    each = ", ".join(f"{calls:,} times {number} operators" for calls, number in times)
     machine = f"{platform.platform(terse=True)} with {os.cpu_count()} cores"
     left = f" Time didn't suffice for: {', '.join(missing)}." if missing else ""
+    head = (
+        f"Written by `scripts/scan_kernels.py --record` on {datetime.date.today()}, on {machine}. "
+        f"MindSpore ends the process in: {', '.join(crashed) or 'none'}.{left}"
+    )
+    constancy = (
+        f"{counted['forward']} operators were called, and {counted['gradient']} gradients taken, with equal inputs "
+        f"while other processes were busy: {each}; {long} of them on long tensors. "
+        + ("These change:" if rows else "All bits were those of the first call.")
+    )
+    extremes = f"{len(compared)} calls, as generated code writes them, were compared with NumPy. {_EXTREMES}"
     lines = [
         "# Kernels on CPU\n",
-        f"Written by `scripts/scan_kernels.py --record` on {datetime.date.today()}, on {machine}.",
-        f"MindSpore ends the process in: {', '.join(crashed) or 'none'}.{left}",
-        "\n## Bits\n",
-        f"{counted['forward']} operators were called, and {counted['gradient']} gradients taken, {calls} times each with "
-        f"equal inputs while other processes were busy, {sum(found['long'] for _, found in bits)} of them on long tensors.",
-        "These change:\n" if rows else "All bits were those of the first call.",
-        *(["| operator | calls that differ | gradients that differ |", "|---|---|---|", *rows] if rows else []),
-        "\n## Extremes\n",
-        f"{len(compared)} calls, as generated code writes them, were compared with NumPy, in float32, float64 and float16",
-        "where there is a kernel: numbers that are equal, small (the least normal ones, and 0), large (20, and a quarter of",
-        "the root of the largest one), infinite, and NaN. The first element that differs is shown.\n",
+        f"{textwrap.fill(head, 120)}\n",
+        "## Bits\n",
+        f"{textwrap.fill(constancy, 120)}\n",
+        *(["| operator | calls that differ | gradients that differ |", "|---|---|---|", *rows, ""] if rows else []),
+        "## Extremes\n",
+        f"{textwrap.fill(extremes, 120)}\n",
         "| call | numbers | kernel and NumPy |",
         "|---|---|---|",
         *(f"| `{text}` | {where} | {what} |" for text, found in compared for where, what in found.items()),
@@ -183,7 +198,7 @@ def main(given=None):
             coverage = measure_all([target for targets in all_targets().values() for target in targets], temporary)
         todo = entries(coverage, options.only)
         done = scan(todo, options.calls, options.folder or Path(temporary), options.seconds)
-    text = page(done, todo, options.calls)
+    text = page(done, todo)
     print(text)
     if options.record:
         options.record.write_text(text, encoding="utf-8")

@@ -3,10 +3,12 @@
 import sys
 from pathlib import Path
 
+import mindspore as ms
 import numpy as np
 from launch import ROOT
-from mindspore import Tensor, nn, ops
+from mindspore import Tensor, mint, nn, ops
 from models import EXAMPLES, axes_of
+from models.example import columns, rows
 from small_zero import Net, array
 
 from mindformers_core import recompute, shard, swap, verify
@@ -21,7 +23,7 @@ sys.path.append(str(Path(__file__).parent / "ranks"))
 
 from random_cells import random_cell, random_plan  # noqa: E402 (found by the path)
 
-__all__ = ["TINY", "Tower", "check_example", "check_hsdp", "check_plan", "check_recipe"]
+__all__ = ["TINY", "Tower", "check_delicate", "check_example", "check_hsdp", "check_plan", "check_recipe"]
 
 MESHES = (((2,), ("dp",)), ((2,), ("tp",)), ((4,), ("dp",)), ((2, 2), ("dp", "tp")), ((2, 2), ("cp", "tp")))
 MESHES += (((2, 2, 2), ("dp", "cp", "tp")),)
@@ -144,6 +146,55 @@ def _net(random, tp, batch):
         return net
 
     return make, (Tensor(array(batch, 8, seed=int(random.integers(1000)))),), {}
+
+
+class Delicate(nn.Cell):
+    """Numbers that rounding changes much: half precision, norms over a small batch, differences from means, a head of
+    one output, ReLUs."""
+
+    def __init__(self, random, width, is_plain=False):
+        super().__init__()
+        self.half, self.centres = one_of(random, ["", "", "to_float", "cast"]), one_of(random, ["", "mean", "var"])
+        sizes = [(6, width), (width, width), (width, one_of(random, [1, 1, 2]))]
+        weights = [Tensor(array(out, size, seed=random.integers(1000))) for size, out in sizes]
+        self.layers = nn.CellList([nn.Dense(*size, weight_init=weight) for size, weight in zip(sizes, weights)])
+        self.layers[1].to_float(ms.float16) if self.half == "to_float" else None
+        norms = [None, nn.LayerNorm((width,)), *(nn.BatchNorm1d(width) for _ in range(0 if is_plain else 2))]
+        self.norm = one_of(random, norms)
+        self.act = one_of(random, [ops.relu, ops.tanh, ops.gelu])
+
+    def construct(self, x):
+        x = self.layers[0](x)
+        if self.centres:
+            x = x - mint.mean(x, 0, True)
+        if self.centres == "var":
+            x = x / ops.sqrt(mint.mean(ops.square(x), 0, True) + 1e-3)
+        x = self.act(x)
+        if self.half == "cast":
+            x = ops.matmul(x.astype(ms.float16), self.layers[1].weight.astype(ms.float16).T) + self.layers[1].bias
+        else:
+            x = self.layers[1](x)
+        x = self.act(x if self.norm is None else self.norm(x.astype(ms.float32)))
+        return ops.square(self.layers[2](x.astype(ms.float32))).mean()
+
+
+def check_delicate(seed):
+    """Verify a `Delicate` on 2, 3, 4 or 6 ranks: under `hsdp()`, or sharded."""
+    random = np.random.default_rng([seed, 4])
+    ranks, width = one_of(random, [(2,), (3,), (3,), (5,), (6,), (2, 3), (3, 2)]), one_of(random, [6, 12, 30])
+    mesh = DeviceMesh(ranks, ("dp", "tp")[: len(ranks)])
+    x, plan = Tensor(array(2 * ranks[0], 6, seed=seed)), {"": {"input": {"x": layout("dp")}}}
+    if len(ranks) > 1:
+        plan |= {"layers.0": columns(axes_of(mesh)), "layers.1": rows(axes_of(mesh))}
+    if len(ranks) > 1 or random.random() < 0.6:
+        return verify(Delicate(random, width).set_train(), mesh, x, plan=plan), mesh
+    settings, seed = _hsdp_settings(random, ranks[0]), random.integers(99)
+    settings["shard_size"] = one_of(random, [1, ranks[0]])
+
+    def build():
+        return hsdp(Delicate(np.random.default_rng(seed), width, is_plain=True).set_train(), mesh=mesh, **settings)
+
+    return verify(build, mesh, x), mesh
 
 
 def check_recipe(seed):

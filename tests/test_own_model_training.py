@@ -155,8 +155,9 @@ def test_all_ranks_agree_that_nothing_is_updated(recipe, mesh):
     local = "training.local_batch_size=2" if "dp" in mesh or "level" in mesh else "training.local_batch_size=4"
     rows = run_simulated(load_recipe(recipe, [*overrides, local]), 1, prepare)
     assert len(rows) == 2 and len({row["not_finite"] for (row,) in rows}) == 1
-    assert "2 weights have gradients that aren't finite, in the order of the backward pass blocks.1.weight, " in (
-        rows[0][0]["not_finite"]
+    assert (
+        "2 weights have gradients that aren't finite, in the order of the backward pass blocks.1.weight, "
+        in (rows[0][0]["not_finite"])
     )
     assert all(job.optimizer.decays == (True,) * len(job.optimizer.parameters) for job in jobs)
     for tensor, values in (pair for own in before for pair in own):

@@ -17,8 +17,8 @@ from mindformers_core.operators.views import contiguous_strides, is_contiguous, 
 SINGLE = np.random.default_rng(4).uniform(1, 2, (4, 8)).astype(np.float32)
 # Calls that make their inputs into other tensors before they save them.
 FLATTENING = ("DeprecatedTake",)
-# Calls that are other operators on CPU, as many as the size of the dim says.
-AS_OTHERS = ("CumProd",)
+# Calls that are several other operators on CPU.
+AS_OTHERS = ("CumProd", "Mish")
 MORE = [
     Call("Slice", [SINGLE, (0, 2), (4, 6)], None),
     Call("Outer", [SINGLE[0], SINGLE[1]], None),

@@ -3,6 +3,7 @@
 import mindspore as ms
 import numpy as np
 import pytest
+from launch import ROOT
 from mindspore import Tensor, nn
 from small_zero import Net
 
@@ -13,6 +14,8 @@ from mindformers_core.layout import Layout, layout
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.sharding.replicas import check_result
 from mindformers_core.tensor_parallel import shard
+from mindformers_core.trainer import training_loop
+from mindformers_core.trainer.recipe_loader import load_recipe
 from mindformers_core.zero import hsdp
 
 SIZES, AXES = (2, 2), ("dp", "tp")
@@ -66,6 +69,38 @@ def test_a_weight_or_a_moment_that_drifts_apart(level, what):
         name = "second.weight" if what == "weight" else "moments.first.weight"
         assert f"the checksum of '{name}'" in said[rank] and f"alike along {', '.join(axes)}, is" in said[rank]
         assert " on rank 2" in said[rank]
+
+
+@pytest.mark.parametrize("use", [hsdp, lambda net: net(Tensor(np.ones((2, 8), np.float32)))], ids=["hsdp", "call"])
+def test_ranks_that_were_given_other_initial_weights(use):
+    """By another seed, for instance."""
+
+    def call(rank, differs):
+        net = shard(Net(second=layout(None, "tp")), init_device_mesh(SIZES, AXES))
+        if differs and rank % 2:
+            change(net.first.weight)
+        use(net)
+
+    assert errors_of(lambda rank: call(rank, False)) == [None] * 4
+    for text in errors_of(lambda rank: call(rank, True)):
+        assert "the checksum of 'first.weight', which lies as [-, -], so alike along dp, tp, is" in text
+        assert " on ranks 0, 2 and " in text and "on ranks 1, 3" in text
+
+
+def test_a_run_compares_weights_at_its_begin_and_end_and_every_few_steps(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        training_loop, "check_replicas", lambda cells, optimizer: seen.append(bool(cells and optimizer))
+    )
+    small = ["training.steps=6", "train_dataset.seq_length=16", "monitor.plot=false"]
+    small += ["model.hidden_size=16", "model.intermediate_size=16", "model.num_hidden_layers=1"]
+    for every, times in ((4, 3), (2, 4), (0, 0)):
+        seen.clear()
+        places = [f"training.output_dir={tmp_path / str(every)}", f"train_dataset.cache_dir={tmp_path}"]
+        given = [*small, *places, f"context.check_replicas={every}", f"train_dataset.data_path={ROOT / 'README.md'}"]
+        recipe = load_recipe(str(ROOT / "configs" / "llama_tiny_cpu_1p.yaml"), given)
+        training_loop.run_steps(training_loop.prepare(recipe))
+        assert seen == [True] * times
 
 
 def test_results_that_are_declared_whole():

@@ -2,7 +2,7 @@
 
 import pytest
 from models import EXAMPLES
-from random_steps import MESHES, check_example, check_hsdp, check_plan, check_recipe
+from random_steps import MESHES, check_delicate, check_example, check_hsdp, check_plan, check_recipe
 
 from mindformers_core.mesh import DeviceMesh
 
@@ -51,6 +51,12 @@ def test_random_cells_with_random_layouts(seed):
 @pytest.mark.parametrize("seed", seeds(170, 600))
 def test_hsdp(seed):
     verified(check_hsdp(seed)[0])
+
+
+@pytest.mark.parametrize("seed", seeds(8, 110))
+def test_half_precision_batch_norms_one_output_and_odd_ranks(seed):
+    check, _ = check_delicate(seed)
+    assert not check.faults, check.report()
 
 
 @pytest.mark.parametrize("seed", seeds(16, 200))

@@ -6,13 +6,17 @@ ignore `__fallback__`), which runs it on the meta device. The user's code itself
 tensors made by it have values: they are the graph's constants.
 """
 
+import inspect
+import sys
 from collections import OrderedDict
 from contextlib import ExitStack, contextmanager
-from functools import cache
+from functools import cache, partial
 from types import MappingProxyType
 
 import mindspore as ms
 from mindspore import DeviceCtx, Parameter, Tensor, nn, ops
+from mindspore import dtype as mstype
+from mindspore._c_expression import MixedPrecisionType
 from mindspore.common.device import _DEVICE_STACK
 from mindspore.common.generator import default_generator
 from mindspore.graph import jit_trace
@@ -22,9 +26,11 @@ from mindspore.ops import functional_overload
 from mindspore.ops.composite import base
 from mindspore.utils import MsDispatchMode
 
+from mindformers_core.capture.open_call import computed_in
+from mindformers_core.capture.python_state import CURES, attributes_of_any_cell
 from mindformers_core.capture.recording import Recorder
 from mindformers_core.capture.shape_functions import ON_PLAIN_TENSORS, by_numpy, creating_functions
-from mindformers_core.capture.traced import Traced
+from mindformers_core.capture.traced import CaptureError, Traced, call_site
 from mindformers_core.dtensor.aliases import adoptions
 from mindformers_core.dtensor.in_place import DRAWS_IN_PLACE, is_in_place
 from mindformers_core.dtensor.indexing import index_tensor
@@ -43,6 +49,9 @@ def _einsum(equation, operands):
     return result if names else result.reshape(())
 
 
+_UNREAD = attributes_of_any_cell() | {*dir(nn.Cell)}  # attributes that are MindSpore's, or methods
+_CAPTURES = 3  # of a call whose construct changes what it reads, until nothing changes any more
+
 # Entry points of `@ms.jit` in each of its modes, ast, trace and bytecode; and functions that run the call as Python
 _WITHOUT_COMPILING = (
     (_JitExecutor, "__call__", lambda executor, *args, **kwargs: executor.fn(*args, **kwargs)),
@@ -54,6 +63,8 @@ _WITHOUT_COMPILING = (
     (_PyNativeExecutor, "grad", refused),  # of `ms.vjp`
     *((kind, "__call__", refused) for kind in (base._Grad, base._Vmap, base.GradOperation, base._TaylorOperation)),
 )
+_WIDTHS = MixedPrecisionType.FP16, MixedPrecisionType.FP32, MixedPrecisionType.BF16
+_CASTS = dict(zip(_WIDTHS, (mstype.float16, mstype.float32, mstype.bfloat16)))
 
 
 def capture(cell, *inputs, **named_inputs):
@@ -76,6 +87,25 @@ def capture(cell, *inputs, **named_inputs):
         CaptureError: something needs a tensor's values, changes a tensor in place, uses a parameter that isn't in the
             tree, or doesn't fit; a ValueError that names the Cell's path and class, and the line.
     """
+    return capture_with_state(cell, inputs, named_inputs)[0]
+
+
+def capture_with_state(cell, inputs, named_inputs):
+    """`(CellGraph, PythonState)` of a call; see `capture`."""
+    for _ in range(_CAPTURES):
+        recorder, state = _captured(cell, inputs, named_inputs)
+        changed = state.changed()
+        if changed is None:  # else a cache was filled, which the next capture reads
+            return recorder.root, state
+    read, then, now = changed
+    raise CaptureError(
+        f"in {cell_label(recorder.tree.path(read.cell), read.cell)}, {read.source}: construct changes {read.what} at "
+        f"every call, from {then!r} to {now!r}, and reads it, but a program has it written in: {CURES}"
+    )
+
+
+def _captured(cell, inputs, named_inputs):
+    """The `Recorder` of a call, and the `PythonState`."""
     if not isinstance(cell, nn.Cell):
         raise TypeError(f"capture() takes a Cell, an instance of a subclass of nn.Cell, not {cell!r}")
     if any("_sharding" in child.__dict__ for _, child in cell.cells_and_names()):
@@ -109,8 +139,19 @@ def capture(cell, *inputs, **named_inputs):
         scope.callback(delattr, default_generator, "_step")
         scope.enter_context(_Dispatched(recorder))
         args, named = tree_map(recorder.input, (inputs, named_inputs))
+        profiler = sys.getprofile()  # that of cProfile is no function
+        scope.callback(getattr(profiler, "enable", partial(sys.setprofile, profiler)))
         cell(*args, **named)
-    return recorder.root
+        sys.setprofile(None)
+        recorder.tree.check_copies(recorder)
+
+        def plain(leaf):
+            return recorder.values_of(leaf, "an attribute") if type(leaf) is Traced else leaf
+
+        written = [(cell, name, vars(cell).get(name)) for (_, name), cell in recorder.reads.written.items()]
+        writes = [(*where, tree_map(plain, value)) for *where, value in written if not computed_in(value)]
+        state = recorder.reads.finish(writes)
+    return recorder, state
 
 
 class CapturedTree:
@@ -121,7 +162,12 @@ class CapturedTree:
         self._cells = {id(cell): (cell, path, type(cell)) for path, cell in cells.items()}
         self._parameters = {id(parameter): path for path, parameter in root.parameters_and_names()}
         self._local_paths = {id(cell): _paths_from(cell) for cell in cells.values()}
-        self._stand_ins = {}
+        self._stand_ins, self._copies, self._before = {}, [], {}
+        self._casts = {id(cell): _CASTS.get(cell.__dict__["mixed_precision_type"]) for cell in cells.values()}
+
+    def cast_of(self, cell):
+        """The dtype that operators in a Cell cast floats to, by `Cell.to_float`; None: as around it."""
+        return self._casts[id(cell)]
 
     def path(self, cell):
         """Path of a Cell from the root."""
@@ -143,19 +189,33 @@ class CapturedTree:
     def traced(self, recorder):
         """While open, parameters and tensors that Cells keep are traced ones, and calls of Cells go to the recorder."""
         before = [(cell, kind, dict(cell.__dict__)) for cell, _, kind in self._cells.values()]
+        self._before = {id(cell): attributes for cell, _, attributes in before}
         try:
             for cell, kind, attributes in before:
                 for name, value in attributes.items():
                     cell.__dict__[name] = self._trace(value, self.path(cell), name, recorder)
-                # neither initialised nor recorded for a gradient when it is called
-                cell.__dict__.update(_recorder=recorder, requires_grad=False, _init_flag=True)
+                # neither initialised nor recorded for a gradient when it is called; the recorder casts for `to_float`
+                cell.__dict__.update(_recorder=recorder, mixed_precision_type=None, requires_grad=False, _init_flag=1)
                 cell.__class__ = _captured_class(kind)
+            for cell, kind, attributes in before:
+                if attributes["_cells"] or hasattr(kind, "__len__"):
+                    recorder.reads.cells(cell, inspect.unwrap(kind.construct).__code__)
             yield
         finally:
             for cell, kind, attributes in before:
                 cell.__class__ = kind
                 cell.__dict__.clear()
                 cell.__dict__.update(attributes)
+
+    def before(self, cell):
+        """The attributes that a Cell has outside of the capture."""
+        return self._before[id(cell)]
+
+    def check_copies(self, recorder):
+        """Raise an error where `construct` has changed a list or dict with tensors, of which there is a copy now."""
+        for home, copy, contents in self._copies:
+            if list(copy) != contents:
+                raise recorder.error(f"construct changes self.{home}, which has tensors, in place: {CURES}")
 
     def _trace(self, value, path, name, recorder):
         """An attribute's value with stand-ins for the tensors in it; itself where there are none."""
@@ -176,9 +236,10 @@ class CapturedTree:
         traced = [self._trace(entry, path, inner, recorder) for entry, inner in zip(entries, names)]
         if all(entry is other for entry, other in zip(traced, entries)):
             return value
-        if isinstance(value, dict):
-            return type(value)(zip(keys, traced))
-        return traced if type(value) is list else tuple(traced)
+        copy = type(value)(zip(keys, traced)) if isinstance(value, dict) else traced
+        if not is_table and type(value) is not tuple:
+            self._copies.append((name, copy, list(copy)))
+        return tuple(copy) if isinstance(value, tuple) else copy
 
 
 def _paths_from(cell):
@@ -192,11 +253,22 @@ class _CapturedCell:
     # a hook would run once more when the captured Cell is called
     _forward_pre_hook = _forward_hook = _backward_pre_hook = _backward_hook = MappingProxyType({})
 
+    def __getattribute__(self, name):
+        if name not in _UNREAD:
+            recorder = object.__getattribute__(self, "__dict__")["_recorder"]
+            if (id(self), name) not in recorder.reads.asked and recorder.open_calls:
+                recorder.reads.attribute(self, name, recorder.tree.before(self))
+        return super().__getattribute__(name)
+
     def __setattr__(self, name, value):
         """As MindSpore's: `self.steps += 1` writes a Parameter."""
         held = self.__dict__["_params"].get(name)
         if type(held) is not Traced or not isinstance(value, Tensor):
             super().__setattr__(name, value)
+            if name not in _UNREAD:
+                recorder = self.__dict__["_recorder"]
+                recorder.reads.set_attribute(self, name)
+                recorder.open_calls[-1].set_attributes[id(self), name] = self, value, call_site()[0]
         elif value is not held:
             held.overwrite(value)
 

@@ -10,8 +10,8 @@ from mindspore._c_expression import typing
 from mindformers_core.capture.traced import Traced
 from mindformers_core.dtensor.aliases import written_at
 from mindformers_core.dtensor.move import dtype_name
-from mindformers_core.program.graph import CellGraph, Constant, FreeVariable, ParameterUse
-from mindformers_core.program.structure import DType, Value, tree_map
+from mindformers_core.program.graph import CellGraph, Constant, FreeVariable, KeptAttribute, ParameterUse
+from mindformers_core.program.structure import DType, Value, tree_leaves, tree_map
 from mindformers_core.scopes import errors_at
 
 Made = namedtuple("Made", "call value")  # the result of a node, or an argument of the root
@@ -30,11 +30,14 @@ class OpenCall:
 
     Attributes:
         nodes, arguments: of the graph so far.
+        cast: the dtype to which its operators cast floats, by `Cell.to_float`, or None.
+        set_attributes: (id of a Cell, name) -> (the Cell, what its attribute was set to, `file:line`).
     """
 
     def __init__(self, tree, cell, number, construct, args, kwargs, caller):
         self.tree, self.cell, self.number = tree, cell, number
-        self.nodes, self.arguments = [], {}
+        self.nodes, self.arguments, self.set_attributes = [], {}, {}
+        self.cast = tree.cast_of(cell) or getattr(caller, "cast", None)
         self._count = 0
         self._known = {}  # (id, entry) of a traced tensor from elsewhere -> (the tensor, its Value here)
         self._parameters, self._constants, self._outer = [], [], []
@@ -118,6 +121,7 @@ class OpenCall:
     def finish(self, result):
         """The finished graph."""
         structure = tree_map(self.leaf, result)
+        computed = [(name, entry) for (_, name), entry in self.set_attributes.items() if computed_in(entry[1])]
         kind = self.tree.kind(self.cell)
         return CellGraph(
             path=self.tree.path(self.cell),
@@ -131,7 +135,18 @@ class OpenCall:
             parameters=tuple(self._parameters),
             constants=tuple(self._constants),
             free_variables=tuple(self._outer),
+            kept=tuple(self._kept(name, *entry) for name, entry in computed),
         )
+
+    def _kept(self, name, cell, value, source):
+        """The `KeptAttribute` of tensors that `construct` has set an attribute to."""
+        local = "." if cell is self.cell else self.tree.local_path(self.cell, cell)
+        return KeptAttribute(local, self.tree.path(cell), name, tree_map(self.leaf, value), source)
+
+
+def computed_in(structure):
+    """Whether there are tensors in a structure that depend on arguments or Parameters."""
+    return any(tensor.original is None and tensor.deferred is None for tensor in tree_leaves(structure, Traced))
 
 
 def contents_of(tensor):

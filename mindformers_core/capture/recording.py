@@ -1,6 +1,7 @@
 """The recorder of a capture: a graph for every call of a Cell, a node for every operator on traced tensors."""
 
 import inspect
+import sys
 from functools import cache
 from itertools import repeat
 
@@ -11,6 +12,7 @@ from mindspore._c_expression import NoFallbackGuard
 from mindspore.ops import Primitive
 
 from mindformers_core.capture.open_call import Held, Made, OpenCall, contents_of, plain_leaf
+from mindformers_core.capture.python_state import PythonReads
 from mindformers_core.capture.shape_functions import inferred, method_behind, without_shape
 from mindformers_core.capture.traced import CaptureError, Traced, call_site, failed_site
 from mindformers_core.dtensor.aliases import is_view, note_adopted, share_memory, stale_plain
@@ -21,6 +23,7 @@ from mindformers_core.dtensor.in_place import is_in_place
 from mindformers_core.dtensor.move import dtype_name
 from mindformers_core.hints import message_of
 from mindformers_core.operators import TensorMeta
+from mindformers_core.operators.signature import is_float
 from mindformers_core.program.graph import CallNode, OperatorNode, PrimitiveUse
 from mindformers_core.program.structure import tree_leaves, tree_map
 from mindformers_core.scopes import replaced
@@ -34,6 +37,7 @@ class Recorder:
         open_calls: the calls that are open, innermost last.
         inferring: whether operators run unrecorded, on the meta device or on constants.
         plain_writes: number of writes into plain tensors so far.
+        reads: the `PythonReads`.
         root: the finished `CellGraph` of the root.
     """
 
@@ -43,6 +47,7 @@ class Recorder:
         self.inferring = self._silent = False
         self._metas = {}  # (shape, dtype) -> meta tensor
         self._loose = {}  # id of a plain tensor -> its stand-in, and the number of writes before
+        self.reads = PythonReads(lambda: self.open_calls[-1].cell, self.error)
 
     def hold(self, tensor, path):
         """The stand-in of a tensor at `path` of the tree, or of a tensor that the tree doesn't own (None)."""
@@ -96,6 +101,7 @@ class Recorder:
 
     def call(self, cell, construct, args, kwargs):
         """A Cell's `construct(*args, **kwargs)`, recorded as a node of the caller and as a graph of its own."""
+        sys.setprofile(None)  # for speed: until the user's code runs
         source, _ = call_site()
         args, kwargs = self.stand_in(args), self.stand_in(kwargs)
         caller = self.open_calls[-1] if self.open_calls else None
@@ -104,7 +110,9 @@ class Recorder:
         self._calls += 1
         self.open_calls.append(call)
         try:
-            result = self.stand_in(construct(*args, **kwargs))
+            with self.reads.reading(cell, construct):
+                result = construct(*args, **kwargs)
+            result = self.stand_in(result)
             graph = call.finish(result)
         except (IndexError, RuntimeError, TypeError, ValueError) as error:
             source, is_users = failed_site(error)
@@ -132,6 +140,7 @@ class Recorder:
         result = tree_map(receive, result)
         called = self.tree.local_path(caller.cell, cell)
         caller.nodes.append(CallNode(called, *shown, tree_map(caller.leaf, result), graph, source))
+        sys.setprofile(self.reads.profile)
         return result
 
     def is_input(self, entry):
@@ -180,6 +189,13 @@ class Recorder:
 
     def operator(self, func, args, kwargs=None):
         """Run an operator on the meta device, and record it: MindSpore's `__fallback__`."""
+        sys.setprofile(None)
+        try:
+            return self._operator(func, args, kwargs)
+        finally:
+            sys.setprofile(self.reads.profile if self.open_calls else None)
+
+    def _operator(self, func, args, kwargs):
         primitive, name, kwargs = None, func.name, kwargs or {}
         kind = "method" if type(func).__name__ == "TensorOverloadCall" else "function"
         if len(args) == 3 and type(args[1]) is str and isinstance(args[0], Primitive):
@@ -187,7 +203,9 @@ class Recorder:
             kind = "primitive"
         if is_in_place(name):
             self.adopt(args[0])
-        parts = None if self._silent else composed(name, args, kwargs, primitive)
+        args, kwargs = self._cast(name, args, kwargs)
+        with replaced(self.open_calls[-1], cast=None):
+            parts = None if self._silent else composed(name, args, kwargs, primitive)
         if parts is not None:
             return parts
         if is_in_place(name):
@@ -200,6 +218,18 @@ class Recorder:
         if self._silent or not tree_leaves(metas, Tensor):
             return tree_map(self._unlisted, metas)
         return self._write(func, kind, primitive, args, kwargs, metas)
+
+    def _cast(self, name, args, kwargs):
+        """The arguments of an operator in a Cell with `to_float`: floats are cast, but where memory is handed on."""
+        dtype = None if self._silent else self.open_calls[-1].cast
+        if dtype is None or is_in_place(name) or is_view(name, args, kwargs):
+            return args, kwargs
+
+        def cast(leaf):
+            is_other = isinstance(leaf, Tensor) and is_float(dtype_name(leaf.dtype)) and leaf.dtype != dtype
+            return ops.cast(leaf, dtype) if is_other else leaf
+
+        return tree_map(cast, (tuple(args), kwargs))
 
     def _unlisted(self, leaf):
         """A traced tensor of no graph, around a meta tensor."""

@@ -14,23 +14,20 @@ from mindspore.ops.function import array_func, math_func
 
 from mindformers_core.dtensor.move import meta_of
 from mindformers_core.operators import signature_of
+from mindformers_core.operators.rules.indexing import BY_VALUES
 from mindformers_core.program.structure import tree_map
 
-_BY_VALUES = frozenset(  # operators that give as many results as the values ask for
-    ("CTCGreedyDecoder", "MaskedSelect", "NonZero", "NonZeroExt", "SparseSegmentMean", "Unique", "Unique2")
-    + ("UniqueConsecutive", "UniqueDim")
-)
 ON_PLAIN_TENSORS = {"TrilExt": np.tril, "Outer": np.outer}  # operators that CPU has not, and what computes them
 
 
 def without_shape(name):
     """Why an operator has no shape before it runs, as a sentence; "" for one that has."""
-    if name not in _BY_VALUES:
+    if name not in BY_VALUES:
         return ""
     return (
         f"the number of results of operator '{name}' depends on the values of its inputs, which no layout can tell: "
-        "keep the shape, by ops.where with the mask or by ops.topk of so many, or mark the Cell, cell.eager() after "
-        f"shard(), and register_operator('{name}', gather=True)"
+        "keep the shape, by ops.where with the mask or by ops.topk of so many, or mark the Cell in the plan, "
+        '{"layers.*.moe": {"eager": True}}, or by cell.eager() after shard()'
     )
 
 

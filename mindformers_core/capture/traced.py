@@ -2,6 +2,7 @@
 
 import sys
 from functools import cache
+from numbers import Number
 from pathlib import Path
 from traceback import walk_tb
 
@@ -77,7 +78,10 @@ class Traced(IndexedTensor):
     __int__ = _reading("__int__", "int()")
     __float__ = _reading("__float__", "float()")
     __index__ = _reading("__int__", "use as an index or a count")
-    __contains__ = _reading("__contains__", "the operator 'in'")
+    _contains = _reading("__contains__", "the operator 'in'")
+
+    def __contains__(self, element):
+        return isinstance(element, (Tensor, Number)) and self._contains(element)
 
     def __complex__(self):
         return complex(self._whole("complex()"))
@@ -146,7 +150,7 @@ def call_site():
     primitive, layer = None, None
     while frame is not None:
         name = frame.f_code.co_filename
-        owner = _owner(name)
+        owner = owner_of(name)
         if owner == "user":
             return f"{name}:{frame.f_lineno}", primitive
         if owner == "mindspore":
@@ -164,12 +168,12 @@ def call_site():
 def failed_site(error):
     """`file:line` of the innermost frame of the user's code that a caught error passed; and whether it began there."""
     frames = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
-    users = [place for place, (name, _) in enumerate(frames) if _owner(name) == "user"]
+    users = [place for place, (name, _) in enumerate(frames) if owner_of(name) == "user"]
     return ":".join(map(str, frames[users[-1]])) if users else None, users[-1:] == [len(frames) - 1]
 
 
 @cache
-def _owner(filename):
+def owner_of(filename):
     """Whose code a file is: `"user"`, `"mindspore"` or `"engine"`."""
     if filename.startswith(_MINDSPORE):
         return "mindspore"

@@ -7,6 +7,7 @@ from functools import cache
 
 import mindspore as ms
 import numpy as np
+from mindspore import Parameter
 
 from mindformers_core.communication.world import process_state, world
 from mindformers_core.diff.digests import COLUMNS, digest, sign
@@ -106,8 +107,8 @@ class DigestRecorder(ProgramObserver):
         label = self._pass or (0, turn)
         if value is not None:
             self._add(value, tensor, label, self._direction == "backward")
-        if gradient is not None and tensor._requires_grad:
-            tensor.register_hook(lambda found: self._add(gradient, found, label))
+        if gradient is not None and tensor._requires_grad and not isinstance(tensor, Parameter):  # as a cast may be
+            tensor.register_hook(lambda found: None if found is None else self._add(gradient, found, label))
 
     def _add(self, entry, tensor, label, again=False):
         """Record a tensor; one of an unexpected shape gets a digest that is not finite."""

@@ -2,19 +2,17 @@
 
 The tolerance comes from a *perturbed run*, whose initial weights were changed by a unit of rounding (the idea of
 TTrace, 2026): `FACTOR * max(d, eps)`, where d is the tensor's relative distance between a run and the same one
-perturbed, and eps the dtype's unit of rounding. FACTOR covers the spread of two estimates of a distance; clean pairs
-reached 4.3, two perturbed runs 8.3. Without a perturbed run the bound is that of one operator: `GROWTH` times the
-largest relative difference of its inputs, or eps. Sums in any order differ by n eps, about sqrt(n) eps where rounding
-errors are independent (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 4.2). GROWTH is twice the
-largest that was measured on clean pairs, 8.1.
+perturbed, and eps the dtype's unit of rounding. Without a perturbed run the bound is that of one operator: `GROWTH`
+times the largest relative difference of its inputs, or eps. Sums in any order differ by n eps, about sqrt(n) eps where
+rounding errors are independent (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 4.2). GROWTH is
+twice the largest that was measured on clean pairs, 8.1.
 """
 
 import numpy as np
 
 from mindformers_core.diff.digests import distance, norm_of
+from mindformers_core.verification.rounding import EPS, FACTOR
 
-EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
-FACTOR = 12.0
 GROWTH = 16.0
 _EXACT = 1e-12  # relative difference that the digests' own rounding may have
 _RATE = "rate", None, "rate"

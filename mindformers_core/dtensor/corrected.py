@@ -58,6 +58,14 @@ def _shifted(x, dim, count, reverse):
     return halo.padded(x, dim, *((-count, count) if reverse else (count, -count)), 1.0)
 
 
+def mish(x):
+    """`Mish`, which is NaN on CPU from 45 on, where it has long been `x`."""
+    if not _is_on_cpu():
+        return ops.mish(x)
+    low = ops.minimum(x, 20.0)
+    return ops.mish(low) + (x - low)
+
+
 def softmax(x, axis=-1):
     """`Softmax`: on CPU, a row of -inf in float32 gives 0, and other rows are then wrong, too: it is made NaN before.
 

@@ -116,7 +116,7 @@ class ShardContext:
 
 def _mean(operator, args, context):
     """The local mean over the number of parts, so that the parts' results are terms of a sum."""
-    return operator(*args) * (1.0 / context.count)
+    return operator(*args) / context.count
 
 
 def _extreme(op, _, args, context):
@@ -232,7 +232,7 @@ def _sparse_cross_entropy(operator, args, context):
     local, absent = found_here(labels, logits.shape[1], classes)
     logarithms = ops.gather_elements(_log_softmax(None, (logits, 1), classes), 1, ops.expand_dims(local, 1))
     count = logits.shape[0] * context.count // classes.count
-    return ops.sum(zero_where(ops.expand_dims(absent, 1), logarithms)) * (-1.0 / count)
+    return ops.sum(zero_where(ops.expand_dims(absent, 1), logarithms)) / -count
 
 
 def _likelihood(operator, args, context):

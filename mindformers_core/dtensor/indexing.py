@@ -72,6 +72,8 @@ def _selection(index, shape):
             dims lead.
     """
     ranges, looked_up, kept, advanced = [], {}, [], []
+    if isinstance(index, list) and not all(isinstance(entry, Integral) for entry in index):
+        index = tuple(index)  # of slices, tensors or lists: MindSpore's reading of it
     for number, entry in enumerate(_entries(index if isinstance(index, tuple) else (index,), shape)):
         if entry is None:
             kept.append(None)

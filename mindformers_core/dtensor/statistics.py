@@ -34,7 +34,7 @@ def spread(root, with_mean, _, args, context):
     """
     x, correction, dims, keepdim = args
     wide, count = _wide(x), math.prod(context.shapes[0][dim] for dim in dims)
-    mean = context.combined(ops.sum(wide, dims, True)) * (1.0 / count)
+    mean = context.combined(ops.sum(wide, dims, True)) / count
     differences = wide - ops.stop_gradient(mean)
     result = context.combined(ops.sum(differences * differences, dims, keepdim)) / max(count - correction, 0)
     result = ops.cast(ops.sqrt(result) if root else result, x.dtype)

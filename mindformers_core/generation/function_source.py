@@ -90,6 +90,12 @@ class FunctionSource:
             else:
                 self._operator(instruction)
             self._observe(instruction, () if isinstance(instruction, CallPlan) else instruction.produced)
+        for kept in self.frame.graph.kept:
+            layouts = [self.frame.layouts[value.id] for value in tree_leaves(kept.value)]
+            self.body.append(
+                f"keep_attribute(self, {len(self.parts.kept)}, {self._structure(kept.value, iter(layouts))})"
+            )
+            self.parts.kept.append((self.frame, kept))
         self.body.append(f"return {self._structure(self.frame.graph.result, iter(self.frame.results))}")
         described = self._described()
         self.sites = [(1 + len(described) + line, place) for line, place in self.sites]

@@ -15,7 +15,8 @@ from mindformers_core.program.graph import OperatorNode
 from mindformers_core.program.naming import snake_case
 from mindformers_core.program.passed_weights import WEIGHTS
 
-_RESERVED = ("ms", "ops", "self", "program", "mesh", "collectives", "communicator", "DeviceMesh", "Layout", "observed")
+_RESERVED = ("ms", "ops", "self", "program", "mesh", "collectives", "communicator", "DeviceMesh", "Layout")
+_RESERVED += ("observed", "keep_attribute")
 
 
 class ModuleSource:
@@ -41,6 +42,8 @@ class ModuleSource:
         deferrals: `CellPlan` -> its `Deferral`; empty without `defer_weights`.
         frames: the distinct `CellPlan`s, callees before their callers.
         observed: the `Observed` tensors by number; None without `is_observed`.
+        kept: `(CellPlan, KeptAttribute)` by number; `keep_attribute(cell, number, tensors)`, which functions call,
+            comes from the owner of the module.
         imports: lines.
         sites: name of a function -> `(line of the module, index of the instruction)` of its redistributions, in order.
         reserved: names that no variable of a function may have; they grow.
@@ -48,7 +51,7 @@ class ModuleSource:
     """
 
     def __init__(self, frame, cells, taken, header, defer_weights=False, separate_collectives=False, is_observed=False):
-        self.observed = [] if is_observed else None
+        self.observed, self.kept = [] if is_observed else None, []
         self.cells, self.mesh = cells, frame.mesh
         self.imports, self.variables = set(), set()
         self.frames = _distinct(frame)

@@ -69,7 +69,7 @@ class ForwardBackward:
             flowing.extend(self._differentiated(tuple(returned)))
             return flowing[0] if len(flowing) == 1 else tuple(flowing)
 
-        with _clean_after_errors(), self._around(), self._observed(key, "forward"):
+        with _clean_after_errors(), self._around(), self.observed(key, "forward"):
             tape.record(recorded, inputs)
         self._calls[key] = _Call(tape, inputs, tuple(flowing))
         return tuple(returned)
@@ -79,21 +79,22 @@ class ForwardBackward:
         self._calls[key] = _Call(None, (), tuple(self._differentiated(outputs)))
         return outputs
 
-    def _observed(self, key, direction):
-        """The context in which the observer gets the values of a pass."""
+    def observed(self, key, direction):
+        """The context in which the observer gets the values of a pass, "forward" or "backward"."""
         return process_state().observer.in_pass((key, self._begun[key]), direction)
 
     def outputs(self, key):
         """The differentiated outputs of an outstanding call."""
         return self._calls[key].outputs
 
-    def backward(self, key, gradients, weights):
+    def backward(self, key, gradients, weights, is_split=False):
         """Run the backward pass of an outstanding call, and drop the call.
 
         Args:
             key: the key of `forward`.
             gradients: one for each of `outputs(key)`, of the same shape and dtype.
             weights: a `ParameterTuple`.
+            is_split: whether their gradients lack terms that are computed later.
 
         Returns:
             The gradients of the call's inputs and of the weights, two tuples.
@@ -102,9 +103,9 @@ class ForwardBackward:
         if tape is None:
             return (), ()
         assert inputs or weights, key
-        with _clean_after_errors(), self._around(), self._observed(key, "backward"):
+        with _clean_after_errors(), self._around(), self.observed(key, "backward"):
             found = tape.gradients(inputs, outputs, tuple(gradients), weights)
-            for weight, gradient in zip(weights, found[1], strict=True):
+            for weight, gradient in () if is_split else zip(weights, found[1], strict=True):
                 process_state().observer.weight_gradient(weight, gradient)
         self._free.append(tape)
         return found

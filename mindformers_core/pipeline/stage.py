@@ -1,5 +1,7 @@
 """`PipelineStage`: a part of a model with its place in a pipeline, and the actions of a schedule's steps."""
 
+from contextlib import nullcontext
+
 import mindspore as ms
 from mindspore import nn, ops
 
@@ -232,14 +234,17 @@ class PipelineStage:
                 f"stage {self.stage_index + 1} gave back gradients {_shown(gradients)} for the floating outputs "
                 f"{_shown(outputs)} of {self.label}"
             )
-        given, found = self._passes.backward(micro_index, gradients, self.weight_gradients.differentiated())
+        weights = self.weight_gradients.differentiated()
+        given, found = self._passes.backward(micro_index, gradients, weights, self.weight_gradients.is_split)
         self._storage.free_units()
         self.weight_gradients.keep(micro_index, found)
         return given
 
     def backward_weight(self, micro_index):
         """Add up a micro-batch's gradients of the weights, after `backward_input`."""
-        self.weight_gradients.add(micro_index)
+        is_split = self.weight_gradients.is_split  # else the backward pass was observed with them
+        with self._passes.observed(micro_index, "backward") if is_split else nullcontext():
+            self.weight_gradients.add(micro_index)
 
     def _checked(self, outputs):
         """Return `outputs`; raise an error unless a backward pass can start at them."""

@@ -67,6 +67,11 @@ class StageGradients:
         self._has_opened = self._has_opened or not self._storage.is_open
         self._storage.open(training)
 
+    @property
+    def is_split(self):
+        """Whether backward passes leave gradients of matmuls' weights to `add`."""
+        return self._deferred is not None
+
     def differentiated(self):
         """The `ParameterTuple` whose gradients a backward pass has to compute; known after the forward pass."""
         wanted = self.parameters

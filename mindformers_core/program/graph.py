@@ -177,6 +177,24 @@ class FreeVariable:
     id: int
 
 
+@dataclass(frozen=True)
+class KeptAttribute:
+    """Tensors that a call leaves in an attribute of a Cell.
+
+    Attributes:
+        local, path: of the Cell, from the one that is called ("." for itself, None outside); and from the root.
+        name: of the attribute.
+        value: pytree: the last that this call sets.
+        source: `file:line` of the user's code.
+    """
+
+    local: str | None
+    path: str
+    name: str
+    value: object
+    source: str | None
+
+
 @dataclass(frozen=True, eq=False)
 class Uses:
     """Parameters and free variables that a call uses, itself or in called Cells, in order of first use.
@@ -213,6 +231,7 @@ class CellGraph:
         nodes: `OperatorNode`s and `CallNode`s, in order.
         result: pytree.
         parameters, constants, free_variables: `ParameterUse`s, `Constant`s, `FreeVariable`s, in order of first use.
+        kept: `KeptAttribute`s.
     """
 
     path: str
@@ -226,6 +245,7 @@ class CellGraph:
     parameters: tuple = ()
     constants: tuple = ()
     free_variables: tuple = ()
+    kept: tuple = ()
 
     @property
     def label(self):
@@ -285,6 +305,7 @@ class CellGraph:
             tuple((canonical(use.value), use.local or f"/{use.path}", use.trainable) for use in self.parameters),
             tuple((canonical(constant.value), constant.local, constant.digest) for constant in self.constants),
             tuple(canonical(use.value) for use in self.free_variables),
+            tuple((each.local or f"/{each.path}", each.name, canonical(each.value)) for each in self.kept),
         )
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
@@ -300,7 +321,8 @@ class CellGraph:
         for constant in self.constants:
             lines.append(f"constant {constant.value.described} = {constant.local or ''} {constant.digest[:12]}")
         lines += [f"outer {use.value.described}" for use in self.free_variables]
-        return [*lines, *map(str, self.nodes), f"return {shown(self.result)}"]
+        lines += [*map(str, self.nodes), *(f"self.{each.name} = {shown(each.value)}" for each in self.kept)]
+        return [*lines, f"return {shown(self.result)}"]
 
     def __str__(self):
         return "\n\n".join(_listing(graph) for graph in self.calls())

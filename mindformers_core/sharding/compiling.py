@@ -30,8 +30,8 @@ _NUMBERS = count()
 
 
 def _state():
-    """A dict. "cells": number -> (reference to a tree, path). In a `jit()` also "met": references to trees, of a
-    compilation; "missing": a call that it stopped at; "refused": whether it met an error."""
+    """A dict. "cells": number -> (reference to a tree, path). In a `jit()` also "met": (reference to a tree, program)s
+    of a compilation; "missing": a call that it stopped at; "refused": whether it met an error."""
     return process_state().memo(__name__)
 
 
@@ -79,12 +79,15 @@ class _ChooseProgram(PrimitiveWithInfer):
         with tree.for_compiled():
             program = tree.known_program(path, args, kwargs)
         if _state().get("met") is not None:
-            _state()["met"].append(ref(tree))
+            _state()["met"].append((ref(tree), program))
         elif program is None:
             raise RuntimeError(_missing_program(tree, path, args, kwargs))
         if program is None:
             _state()["missing"] = tree, path, args, kwargs
             return _NOT_A_SHAPE
+        if program.source.kept:
+            _state()["refused"] = True
+            raise RuntimeError(_kept_error(program))
         return {"dtype": None, "shape": None, "value": program.name}
 
 
@@ -98,6 +101,15 @@ def _eager_error(tree, path):
         f"{tree.label(path)} runs operator by operator (eager), which @ms.jit can't compile: its construct is in "
         f"{getsourcefile(construct)}:{getsourcelines(construct)[1]}. Run the step in PyNative (recipe: "
         "context.mode: 1), or restructure construct so that it needs no tensor's values, and don't mark it eager"
+    )
+
+
+def _kept_error(program):
+    """The error message for a Cell that keeps tensors in attributes, in a graph."""
+    frame, kept = program.source.kept[0]
+    return (
+        f"{frame.graph.label} keeps a tensor in its attribute '{kept.name}', at {kept.source}, and in a compiled "
+        "function it has no gradient: return the tensor, or run in PyNative (recipe: context.mode: 1)"
     )
 
 
@@ -151,10 +163,10 @@ def jit(function=None, **options):
         raise ValueError(f"jit(capture_mode={options['capture_mode']!r}): only 'ast' keeps the collectives' gradients")
     if function is None:
         return lambda function: jit(function, **options)
-    compiled, ran, met = {}, set(), []  # state of the sharded trees that were met -> compiled function; has it run
+    known = []  # (compiled function, list of what holds for it: (reference to a tree, its state, program))
 
-    def states():
-        return tuple(tree().state() for tree in met if tree() is not None)
+    def holds(tree, state, program):
+        return tree() is None or tree().state() == state and program.state.changed() is None
 
     @wraps(function if not isinstance(function, ms.nn.Cell) else function.construct)
     def run(*args, **kwargs):
@@ -166,13 +178,11 @@ def jit(function=None, **options):
         made, outer = [], _state().get("met")
         while True:
             _state()["met"] = []
-            state = states()
-            if state not in compiled:
-                compiled[state] = ms.jit(function, **options)
+            entry = next((entry for entry in known if all(holds(*each) for each in entry[1])), None)
+            compiled, conditions = entry or (ms.jit(function, **options), [])
             try:
-                with _recorded(function, is_first=state not in ran):
-                    result = compiled[state](*args, **kwargs)
-                ran.add(state)
+                with _recorded(function, is_first=entry is None):
+                    result = compiled(*args, **kwargs)
             except Exception:
                 missing = _state().pop("missing", None)
                 if _state().pop("refused", False):
@@ -180,8 +190,9 @@ def jit(function=None, **options):
                 if missing is None:
                     raise
             else:
-                met.extend(tree for tree in dict.fromkeys(_state()["met"]) if tree not in met)
-                compiled.setdefault(states(), compiled[state])
+                conditions += [(tree, tree().state(), program) for tree, program in dict.fromkeys(_state()["met"])]
+                known.extend([(compiled, conditions)] * (entry is None))
+                _replay_writes([program.state for tree, _, program in conditions if tree() is not None])
                 return result
             finally:
                 _state()["met"] = outer
@@ -189,6 +200,20 @@ def jit(function=None, **options):
             _compare_inputs(*missing[:2], args, kwargs)
 
     return run
+
+
+def _replay_writes(states):
+    """Set the attributes that a call leaves; `states`: the `PythonState`s of the programs of a compiled function."""
+    leaving = [state for state in states if state.writes]
+    if len(leaving) > 1:
+        cell, name, _ = leaving[0].writes[0]
+        raise ValueError(
+            f"construct sets attribute '{name}' of a {type(cell).__name__}, and the compiled function has several "
+            "programs, for inputs of several shapes, of which it isn't known which one has run: return the value, or "
+            "run in PyNative"
+        )
+    for state in leaving:
+        state.replay()
 
 
 @contextmanager

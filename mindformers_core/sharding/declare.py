@@ -13,7 +13,7 @@ from mindformers_core.program.graph import cell_label
 from mindformers_core.program.plan import joined_path
 from mindformers_core.propagation.boundaries import Declaration, OperatorDeclaration
 
-_PLAN_KEYS = ("input", "output", "weight")
+_PLAN_KEYS = ("input", "output", "weight", "eager")
 _OPERATOR_KEYS = ("input", "output")
 _SHARDED = {"in_strategy", "out_strategy", "in_layout", "out_layout"}  # what `Primitive.shard()` sets
 
@@ -35,12 +35,19 @@ def collect_declarations(cell, config=None, plan=None):
     for path, child in reversed(cells.items()):  # from below: a declaration of a Cell above has precedence
         operators = _sharded_primitives(path, child)
         declared = [(path, Declaration(operators=operators))] if operators else []
-        for place, declaration in declared + _read_hook(path, child, config):
+        hooked = _read_hook(path, child, config) if _is_hook(child, plan) else []
+        for place, declaration in declared + hooked:
             found[place] = _override(found.get(place), declaration)
     for pattern, entry in (plan or {}).items():
         for path, declaration in _read_plan_entry(cells, pattern, entry):
             found[path] = _override(found.get(path), declaration)
     return found
+
+
+def eager_cells(cell, plan):
+    """Paths of the Cells that a plan marks by `"eager": True`: these, and the Cells around, have no program."""
+    patterns = [pattern for pattern, entry in (plan or {}).items() if entry.get("eager")]
+    return [path for path, _ in cell.cells_and_names() if any(_matches(path, pattern) for pattern in patterns)]
 
 
 def copy_cell(cell):
@@ -49,16 +56,23 @@ def copy_cell(cell):
     return copy.deepcopy(cell, {id(value): value for value in primitives if _SHARDED & value.attrs.keys()})
 
 
+def _is_hook(cell, plan):
+    """Whether a Cell's method `shard` is a hook: MindSpore's own isn't, its strategies are those of the Cell's
+    primitives; nor, beside a plan, any with other parameters than `(self, config)`, which a library made for itself."""
+    method = type(cell).shard
+    is_own = not method.__module__.startswith("mindspore.")
+    return is_own and (plan is None or list(inspect.signature(method).parameters)[1:] == ["config"])
+
+
 def _read_hook(path, cell, config):
-    """Pairs (Cell path, `Declaration`); none for a Cell without a hook, or with a method of MindSpore's own."""
-    if type(cell).shard.__module__.startswith("mindspore."):
-        return []  # its strategies are those of the Cell's primitives
+    """Pairs (Cell path, `Declaration`)."""
     returned = cell.shard(config)
     if not isinstance(returned, tuple) or len(returned) != 3:
         raise TypeError(
             f"{cell_label(path, cell)}: shard(self, config) should return "
             "(input_layout, output_layout, weight_layout), "
-            f"each a layout, a tuple, a dict or None, not {returned!r}"
+            f"each a layout, a tuple, a dict or None, not {returned!r}. Where it is a method of another meaning, give "
+            "shard() a plan (or {}): beside one, only shard(self, config) is a hook"
         )
     return _declaration(path, cell, returned, f"{type(cell).__name__}.shard()")
 

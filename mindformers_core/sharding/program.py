@@ -4,13 +4,14 @@ import inspect
 import logging
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 from mindspore import Tensor
 from mindspore._c_expression import typing
 
-from mindformers_core.capture.capture import capture
+from mindformers_core.capture.capture import capture_with_state
+from mindformers_core.capture.python_state import PythonState
 from mindformers_core.communication.world import process_state
 from mindformers_core.dtensor.dtensor import DTensor, wrap
 from mindformers_core.dtensor.move import device_model, dtype_name
@@ -25,6 +26,7 @@ from mindformers_core.propagation.propagate import propagate
 from mindformers_core.propagation.saved import load_plan
 from mindformers_core.scopes import errors_at
 from mindformers_core.sharding.collective_places import collective_places
+from mindformers_core.sharding.sharded_cells import tree_and_path
 
 _LOG = logging.getLogger("mindformers_core")
 
@@ -44,6 +46,7 @@ class Program:
         source: the `ModuleSource`.
         functions: name -> function, of the whole module.
         results: a `TensorMeta` for every tensor that it returns.
+        state: the `PythonState` that it depends on.
     """
 
     name: str
@@ -56,6 +59,7 @@ class Program:
     source: object = field(repr=False)
     functions: dict = field(repr=False)
     results: tuple = field(repr=False)
+    state: PythonState = field(repr=False)
 
     @property
     def communicates(self):
@@ -115,8 +119,8 @@ def make_program(tree, path, args, kwargs, signature, saved_plan=None):
         signature: the key of the program in the tree.
         saved_plan: see `prepare`.
     """
-    observer = process_state().observer
-    graph, frame = observer.planned(tree, path, lambda: annotated_plan(tree, path, args, kwargs, saved_plan))
+    observer, states = process_state().observer, [PythonState()]
+    graph, frame = observer.planned(tree, path, lambda: annotated_plan(tree, path, args, kwargs, saved_plan, states))
     generated = (
         partition(frame, *(calls_of(frame, path, cells) for cells in tree.compiling)) if tree.compiling else frame
     )
@@ -130,38 +134,72 @@ def make_program(tree, path, args, kwargs, signature, saved_plan=None):
     tree.function_names.update(source.functions.values())
     name = source.functions[generated]
     module = load_module(name, source)
+    module.keep_attribute = partial(_keep, path, source.kept)
+    _check_kept(tree, path, source.kept)
     functions = {function: getattr(module, function) for function in source.functions.values()}
     values = tree_leaves(graph.result)
     results = tuple(tensor_meta(v.shape, v.dtype, layout, False) for v, layout in zip(values, frame.results))
-    program = Program(name, path, signature, frame, generated, graph, module.__file__, source, functions, results)
+    made = frame, generated, graph, module.__file__, source, functions, results, states[-1]
+    program = Program(name, path, signature, *made)
     if process_state().watch is not None:
         places = {id(cell): inner for inner, cell in tree.cells.items()}
         process_state().watch.recorder.sources[module.__file__] = collective_places(program, places)
     return program
 
 
-def annotated_plan(tree, path, args, kwargs, saved_plan=None):
+def _keep(path, entries, cell, number, local):
+    """Set an attribute to tensors that a function, of this Cell, has computed, made as final as results."""
+    frame, kept = entries[number]
+    tree, own = tree_and_path(cell)
+    where = (path, kept.path) if kept.local is None else (own, kept.local.strip("."))
+
+    def distributed(value, tensor):
+        layout = frame.layouts[value.id]
+        made = wrap(tensor, tensor_meta(value.shape, value.dtype, layout, False))
+        return made.redistribute(layout.contiguous.replace(partial=(), varying=()))
+
+    tensors = map(distributed, tree_leaves(kept.value), tree_leaves(local, Tensor))
+    setattr(tree.cells[joined_path(*where)], kept.name, tree_fill(kept.value, tensors))
+
+
+def _check_kept(tree, path, entries):
+    """Raise `ValueError` for tensors in attributes that would have no gradient."""
+    for frame, kept in entries:
+        inner = joined_path(path, frame.graph.path)
+        around = [(at, cell) for at, cell in tree.cells.items() if at in ("", inner) or inner.startswith(f"{at}.")]
+        again = [tree.label(at) for at, cell in around if cell._recompute_cell]
+        if again or tree.compiling:
+            why = f"{again[0]} is recomputed" if again else "the Cells of this step are compiled one by one"
+            raise ValueError(
+                f"{frame.graph.label} keeps a tensor in its attribute '{kept.name}', at {kept.source}, and {why}, so "
+                "that it would have no gradient: return the tensor"
+            )
+
+
+def annotated_plan(tree, path, args, kwargs, saved_plan=None, states=None):
     """As `plan_call`; the plan has the keepers of the tree's `ActivationPolicy`, or of a `saved_plan` in memory."""
-    graph, frame = plan_call(tree, path, args, kwargs, saved_plan)
+    graph, frame = plan_call(tree, path, args, kwargs, saved_plan, states)
     return graph, frame if callable(saved_plan) else tree.activations.annotate(path, frame, tree.compiling)
 
 
-def plan_call(tree, path, args, kwargs, saved_plan=None):
-    """Capture and propagate one call; arguments as of `make_program`.
+def plan_call(tree, path, args, kwargs, saved_plan=None, states=None):
+    """Capture and propagate one call; arguments as of `make_program`. `states`: a list that gets the `PythonState`.
 
     Returns:
         `(CellGraph, CellPlan)`; the tree's `ActivationPolicy` is not applied.
     """
     bound, arriving = bind_arguments(tree, path, args, kwargs)
-    _check_cells(tree)
+    tree.follow_cells()
     try:
         with tree.as_written():
-            graph = capture(tree.cells[path], *bound.args[1:], **bound.kwargs)
+            graph, state = capture_with_state(tree.cells[path], bound.args[1:], bound.kwargs)
     except ValueError as error:
         undeclared = _undeclared(arriving, tree.boundaries[path])
         if not undeclared:
             raise
         raise ValueError(f"{str(error).rstrip('.')}; {tree.label(path)} was called with {undeclared}") from error
+    if states is not None:
+        states.append(state)
     values = tree_leaves(graph.arguments)
     layouts = {value.id: layout for value, (_, _, layout) in zip(values, arriving, strict=True)}
     declarations, parameters = _below(path, tree.declarations), _below(path, tree.parameter_layouts)
@@ -186,15 +224,6 @@ def _warn_of_undivided(tree, path, frame):
     for why, labels in cells.items():
         more = f" and {len(labels) - 1} more" if len(labels) > 1 else ""
         _LOG.warning("%s%s gathers what is sharded for %s; explain() shows where", labels[0], more, why)
-
-
-def _check_cells(tree):
-    """Raise `ValueError` where Cells were added or removed since `shard()`."""
-    found = dict(tree.cells[""].cells_and_names())
-    changed = [path for path in {**found, **tree.cells} if found.get(path) is not tree.cells.get(path)]
-    changed = [path for path in changed if "._" not in f".{path}"]  # of MindSpore's own, as recompute() adds
-    if changed:
-        raise ValueError(f"Cell '{changed[0]}' has come, gone or changed since shard(): build the model before")
 
 
 def _below(path, entries):

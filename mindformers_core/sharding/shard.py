@@ -12,7 +12,7 @@ from mindformers_core.layout import Layout, bind_layout
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.program.structure import tree_leaves
 from mindformers_core.propagation.propagate import derive_parameters
-from mindformers_core.sharding.declare import cell_label, collect_declarations
+from mindformers_core.sharding.declare import cell_label, collect_declarations, eager_cells
 from mindformers_core.sharding.initialize import initializer_of, materialize
 from mindformers_core.sharding.optimizers_before import refuse_optimizers_of
 from mindformers_core.sharding.sharded_cells import ShardedCell, computing_parameters, tree_of
@@ -32,7 +32,7 @@ def shard(cell, mesh, config=None, plan=None, seed=0, mode="generated", inputs=N
 
     The first call with inputs of new shapes captures the Cell, propagates the layouts, generates a program of plain
     code on local tensors, and runs it; `explain`, `prepare` and `programs` show the program and its file. Cells that
-    need the values of tensors in Python are marked by `cell.net.gate.eager()`: they run operator by operator.
+    need the values of tensors in Python are marked, by `cell.net.gate.eager()`: they run operator by operator.
 
     Cells keep their identity, attributes and names. Sharded parameters are replaced by `Parameter`s of the same name
     that hold this rank's shard (all have `.layout` and `.global_shape`), so optimizers, which are built afterwards, and
@@ -46,23 +46,23 @@ def shard(cell, mesh, config=None, plan=None, seed=0, mode="generated", inputs=N
         mesh: a `DeviceMesh`.
         config: passed to the hooks.
         plan: `{"layers.*.mlp.fc1": {"input": …, "output": …, "weight": …}}`, layouts by path pattern (`*` is one
-            segment, `**` any number), for Cells whose source can't be edited. It has precedence over hooks. A path may
-            end in a primitive that is an attribute of a Cell, `{"dense1.matmul": {"input": (…, …)}}`, with the same
-            meaning as `primitive.shard(in_strategy)`.
+            segment, `**` any number), for Cells whose source can't be edited; `"eager": True` marks a Cell. It has
+            precedence over hooks; beside it a method `shard` with other parameters than `(self, config)` is none. A
+            path may end in a primitive, `{"dense1.matmul": {"input": (…, …)}}`, as by `primitive.shard(in_strategy)`.
         seed: of the initial values of parameters built on the meta device: the same global values for any mesh.
         mode: `"generated"`, or `"eager"`: operators are dispatched one by one, in PyNative only.
         inputs: arguments of one call, as a tuple, with global tensors or `TensorMeta`s (only shapes and dtypes are
             used): undeclared parameters are stored in the layouts that their operators take. Or `"full_batch"`: plain
             tensors passed to `cell` are global, the same on all ranks, and each rank slices its shard.
         check_inputs: whether ranks compare the shapes of inputs before the first computation with new shapes, and warn
-            where ranks that should have different shards of the batch have equal ones, or the other way round.
+            where ranks that should have different shards of the batch have equal ones, or the other way round; and
+            `check_replicas` before the first call.
 
-    Returns:
-        `cell` itself.
+    Returns: `cell` itself.
 
     Raises:
-        TypeError, ValueError: a declaration that is malformed or doesn't fit; names the Cell's path, the tensor, its
-            shape and layout. Later, of a call: ranks have parts of different shapes.
+        TypeError, ValueError: a declaration that is malformed or doesn't fit; names the Cell's path, tensor, shape and
+            layout. Later, of a call: ranks have parts of different shapes, or other initial weights.
     """
     _check_arguments(cell, mesh, mode, inputs)
     takes_full_batch = isinstance(inputs, str)
@@ -73,7 +73,7 @@ def shard(cell, mesh, config=None, plan=None, seed=0, mode="generated", inputs=N
         layouts = _derived_layouts(cell, mesh, declarations, layouts | whole, frozenset(whole), inputs)
     _place_parameters(cell, whole | layouts, seed)
     tree = ShardedTree(cell, mesh, declarations, takes_full_batch, check_inputs)
-    for path in tree.cells if mode == "eager" else ():
+    for path in tree.cells if mode == "eager" else eager_cells(cell, plan):
         operators = declarations[path].operators if path in declarations else ()
         if operators:
             raise ValueError(

@@ -1,7 +1,6 @@
 """The classes of the Cells of a sharded tree: subclasses of the user's that run a program, or run eagerly."""
 
 import logging
-from functools import cache
 
 from mindspore import Parameter, ParameterTuple, Tensor, nn
 
@@ -43,18 +42,24 @@ class ShardedCell:
         return self
 
     def __setattr__(self, name, value):
-        """A program has the numbers that a Cell keeps written in: with another one, it is made anew."""
+        """As MindSpore's; with another Parameter, programs are made anew."""
         tree, path = self.__dict__["_sharding"]
         if isinstance(value, DTensor) and name in self._params:
             return _view(self._params[name], tree).overwrite(value)
         if isinstance(value, nn.Cell) and not name.startswith("_"):
-            raise ValueError(f"{tree.label(path)} is sharded already: put Cell '{name}' into it before shard()")
-        same = name in self.__dict__ and self.__dict__[name] is value
+            tree.check_new(f"{path}.{name}".strip("."), value)
         super().__setattr__(name, value)
         if name == "training":
             tree.training = None
-        elif not (same or tree.running or name.startswith("__") or name in _attributes_of_any_cell()):
+        elif isinstance(value, (Parameter, ParameterTuple)):
             tree.forget_programs()
+
+    def __reduce_ex__(self, protocol):
+        tree, path = self.__dict__["_sharding"]
+        raise TypeError(
+            f"{tree.label(path)} is sharded, and can't be copied or pickled: build and shard() a second one alike, and "
+            "copy the values, mindspore.load_param_into_net(second, net.parameters_dict())"
+        )
 
     def recompute(self, *args, **settings):
         """As MindSpore's; not where activations are chosen by name: `recompute()` and `swap()` leave it out, too."""
@@ -109,6 +114,15 @@ def tree_of(cell):
 class GeneratedCell(ShardedCell):
     """A Cell that runs generated programs: its methods of such names as `parallel_llama_mlp`."""
 
+    @property
+    def mixed_precision_type(self):
+        """None: the casts of `to_float` are in the programs."""
+
+    @mixed_precision_type.setter
+    def mixed_precision_type(self, kind):
+        self.__dict__["mixed_precision_type"] = kind
+        self.__dict__["_sharding"][0].forget_programs()
+
     def __call__(self, *args, program=None, **kwargs):
         tree, path = self.__dict__["_sharding"]
         call = super().__call__
@@ -142,6 +156,7 @@ class EagerCell(ShardedCell):
         boundary = tree.boundaries[path]
         if tree.views is None:
             if path == "":
+                tree.follow_cells()
                 shapes = tuple(tuple(tensor.shape) for tensor in tree_leaves((args, kwargs), Tensor))
                 tree.compare_inputs(shapes, args, kwargs)
             with replaced(tree, views={}), tree.storage.call_scope(), draws_by_position(), adoptions():
@@ -166,12 +181,6 @@ class EagerCell(ShardedCell):
 def sharded_class(mixin, cls, programs=()):
     """`cls` with a mixin; `programs` are pairs (name, function) that become methods."""
     return type(cls.__name__, (mixin, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__, **dict(programs)})
-
-
-@cache
-def _attributes_of_any_cell():
-    """Names of what MindSpore itself keeps in a Cell, and changes while it runs."""
-    return frozenset(vars(nn.Cell())) | {"_mutable_flags", "_func_graph_flags"}
 
 
 def computing_parameters(cell):

@@ -5,6 +5,10 @@ from collections import OrderedDict
 from contextlib import contextmanager
 from weakref import WeakValueDictionary
 
+from mindspore import nn
+from mindspore._c_expression import Cell_, MixedPrecisionType
+
+from mindformers_core.capture.python_state import CURES
 from mindformers_core.communication import world
 from mindformers_core.communication.world import process_state
 from mindformers_core.dtensor.dtensor import DTensor
@@ -20,10 +24,13 @@ from mindformers_core.sharding.first_inputs import compare_inputs
 from mindformers_core.sharding.parameter_storage import ParameterStorage
 from mindformers_core.sharding.program import bind_arguments, describe, make_program
 from mindformers_core.sharding.recordings import no_gradient_left_waiting
+from mindformers_core.sharding.replicas import check_replicas
 from mindformers_core.sharding.sharded_cells import EagerCell, GeneratedCell, located, sharded_class
 from mindformers_core.sharding.whole_tensors import note_tree
 
 MOST_PROGRAMS = 64  # of one Cell that is called from outside; beyond that the least recently used one is dropped
+MOST_VALUES = 8  # of something in Python in successive calls
+MOST_OWN_VALUES = 3  # of what construct itself changes
 _LOG = logging.getLogger("mindformers_core")
 
 
@@ -35,7 +42,8 @@ class ShardedTree:
         cells, classes: path -> Cell, and the class of the user.
         parameter_layouts: path -> Layout.
         boundaries: path -> the `Boundary` at which the eager engine redistributes arguments and results.
-        programs: signature -> `Program`, least recently used first.
+        programs: (signature, number) -> `Program`, least recently used first. Those of one signature were captured with
+            other values of what their `PythonState`s tell.
         function_names: names of all generated functions: a Cell may get several of them as methods.
         eager: paths of the Cells that run operator by operator.
         running: name of the program of the current call from outside, or None.
@@ -55,20 +63,26 @@ class ShardedTree:
     def __init__(self, root, mesh, declarations, takes_full_batch, check_inputs):
         self.mesh, self.declarations, self.takes_full_batch = mesh, declarations, takes_full_batch
         self.check_inputs = check_inputs and mesh.size > 1 and world().backend != "fake"
-        self.cells = dict(root.cells_and_names())
-        self.classes = {path: type(cell) for path, cell in self.cells.items()}
-        self.parameter_layouts = {path: parameter.layout for path, parameter in root.parameters_and_names()}
-        self.boundaries = {path: Boundary(self, path) for path in self.cells}
         self.programs, self.function_names, self.eager = OrderedDict(), set(), set()
+        self._alike, self._made = {}, 0  # signature -> numbers of its programs; the last number
+        self._news = {}  # signature -> (what is new at each call, number of such calls in a row)
         self.running = self.views = self.training = self.deferred_gradients = None
         self.compiling = self.compiled_cells = None
         self.deferring = False
         self.storage, self.activations = ParameterStorage(), ActivationPolicy()
-        self._versions = 0  # number of changes that invalidate programs: attributes of Cells, Cells marked as eager
+        self._versions = 0  # number of changes that invalidate programs: Cells, Cells marked as eager
         self._compared = set()  # signatures of the calls whose inputs were compared among ranks
+        self._sharded_classes = WeakValueDictionary()  # arguments of `sharded_class` -> the class
+        self._enter_cells(root, {})
+
+    def _enter_cells(self, root, classes):
+        """Enter the Cells that there are; `classes`: id of a Cell -> class of the user, of those known before."""
+        self.cells = dict(root.cells_and_names())
+        self.classes = {path: classes.get(id(cell), type(cell)) for path, cell in self.cells.items()}
+        self.parameter_layouts = {path: parameter.layout for path, parameter in root.parameters_and_names()}
+        self.boundaries = {path: Boundary(self, path) for path in self.cells}
         self._unchanged = _with_own_gradient(self.classes)
         self._methods = {path: {} for path in self.cells}
-        self._sharded_classes = WeakValueDictionary()  # arguments of `sharded_class` -> the class
         for path, cell in self.cells.items():
             if cell._recompute_cell is not None and not hasattr(cell._recompute_cell, "wrap_cell"):
                 raise ValueError(
@@ -80,6 +94,45 @@ class ShardedTree:
             self._set_class(path)
         note_tree(self)
 
+    def check_new(self, path, cell):
+        """Raise `ValueError` for a Cell that comes after `shard()` with Parameters that have no layout."""
+        stray = [name for name, parameter in nn.Cell.parameters_and_names(cell) if not hasattr(parameter, "layout")]
+        if stray:
+            raise ValueError(
+                f"{class_label(path, type(cell).__name__)} has come since shard(), and its parameter '{stray[0]}' has "
+                "no layout: build the model before shard(); Cells without Parameters may come and go"
+            )
+
+    def follow_cells(self):
+        """Enter Cells that have come, gone or moved since `shard()`.
+
+        Raises:
+            ValueError: one has Parameters without a layout, or the tree is under `hsdp()`, `recompute()` or `swap()`.
+        """
+        root = self.cells[""]
+        cells = dict(root.cells_and_names()), self.cells  # without those of MindSpore, as recompute() adds
+        found, known = ({path: each[path] for path in each if "._" not in f".{path}"} for each in cells)
+        changed = [path for path in {**found, **known} if found.get(path) is not known.get(path)]
+        if not changed:
+            return
+        for path in filter(found.__contains__, changed):
+            self.check_new(path, found[path])
+        if type(self.storage) is not ParameterStorage or self.activations.is_active:
+            raise ValueError(
+                f"Cell '{changed[0]}' has come, gone or changed since shard(), and {self.label('')} is under hsdp(), "
+                "recompute() or swap(): build the model before"
+            )
+        self.forget_programs()
+        places = {id(cell): path for path, cell in self.cells.items()}
+        classes = {number: self.classes[path] for number, path in places.items()}
+        for cell in self.cells.values():
+            cell.__class__ = classes[id(cell)]
+            del cell.__dict__["_sharding"]
+        stays = {places[id(cell)]: path for path, cell in found.items() if id(cell) in places}
+        self.declarations = {stays[path]: each for path, each in self.declarations.items() if path in stays}
+        self.eager = {stays[path] for path in self.eager if path in stays}
+        self._enter_cells(root, classes)
+
     def _set_class(self, path):
         """Give a Cell the class for its mode and its programs."""
         if path in self._unchanged:
@@ -89,6 +142,8 @@ class ShardedTree:
         cell = self.cells[path]
         kind = EagerCell if is_eager else GeneratedCell, self.classes[path], programs
         cell.__class__ = self._sharded_classes.get(kind) or self._sharded_classes.setdefault(kind, sharded_class(*kind))
+        if not is_eager:
+            Cell_.set_mixed_precision_type(cell, MixedPrecisionType.NOTSET)  # for compilers; see `GeneratedCell`
         wrapped = getattr(cell._recompute_cell, "wrap_cell", None)
         if wrapped is not None:
             wrapped.function = cell.construct  # `recompute()` keeps the method that there was when it was called
@@ -132,12 +187,14 @@ class ShardedTree:
             try:
                 with replaced(self, running=program.name), self.storage.call_scope(), self.activations.calling():
                     result = program.wrapped(call(*args, **kwargs))
+                    program.state.replay()
                 return self.storage.cast_outputs(result) if path == "" else result
             except (ValueError, TypeError, IndexError, RuntimeError) as error:
                 raise located(error, self.label(path)) from error.__cause__
 
     def compare_inputs(self, signature, args, kwargs, program=None):
-        """Compare the root's inputs among the ranks, once for a signature, unless the program has no collectives."""
+        """Compare the root's inputs among the ranks, once for a signature, unless the program has no collectives; and,
+        the first time, what its Parameters are."""
         if signature in self._compared:
             return
         self._compared.add(signature)
@@ -146,13 +203,20 @@ class ShardedTree:
             placements = [{axis: layout.placement(axis) for axis in self.mesh.axis_names} for _, _, layout in arriving]
             inputs = [(name, _local(leaf)) for name, leaf, _ in arriving]
             compare_inputs(self.label(""), self.mesh, inputs, placements)
+            if len(self._compared) == 1 and self.storage.settings is None:  # hsdp's are in use
+                check_replicas(self.cells[""])
 
     def program(self, path, args, kwargs, saved_plan=None):
         """The `Program` of a call of the Cell at `path`; generated where there is none, or for a saved plan."""
         program = None if saved_plan else self.known_program(path, args, kwargs)
         if program is None:
             key = self.key(path, args, kwargs)
-            program = self.programs[key] = make_program(self, path, args, kwargs, key, saved_plan)
+            if not saved_plan:
+                self._check_changes(key)
+            program = make_program(self, path, args, kwargs, key, saved_plan)
+            self._made += 1
+            self.programs[key, self._made] = program
+            self._alike.setdefault(key, []).append(self._made)
             self._attach(program)
             self._drop_oldest(path)
         return program
@@ -160,10 +224,29 @@ class ShardedTree:
     def known_program(self, path, args, kwargs):
         """The `Program` of a call, or None."""
         key = self.key(path, args, kwargs)
-        program = self.programs.get(key)
-        if program is not None:
-            self.programs.move_to_end(key)
-        return program
+        for number in reversed(self._alike.get(key, ())):
+            program = self.programs[key, number]
+            if program.state.changed() is None:
+                self.programs.move_to_end((key, number))
+                self._news.pop(key, None)
+                return program
+        return None
+
+    def _check_changes(self, key):
+        """Raise an error where something in Python has had another value at each of the last calls like this one."""
+        if not self._alike.get(key):
+            return
+        state = self.programs[key, self._alike[key][-1]].state
+        read, then, now = state.changed()
+        known, count = self._news.get(key, (None, 0))
+        count = count + 1 if known == read else 1
+        self._news[key] = read, count
+        if count >= (MOST_OWN_VALUES if read.name in [name for _, name, _ in state.writes] else MOST_VALUES):
+            path = next((path for path, cell in self.cells.items() if cell is read.cell), key[0])
+            raise ValueError(
+                f"in {self.label(path)}, {read.source}: {read.what} has another value at every call, before {then!r}, "
+                f"now {now!r}, and a program has it written in: {CURES}"
+            )
 
     def key(self, path, args, kwargs):
         """The key in `programs` of a call."""
@@ -229,6 +312,7 @@ class ShardedTree:
         self._versions += 1
         if self.programs and self.views is None:  # an eager Cell may set attributes while it runs
             self.programs.clear()
+            self._alike.clear()
             for path, methods in self._methods.items():
                 methods.clear()
                 self._set_class(path)
@@ -238,6 +322,7 @@ class ShardedTree:
         alike = [key for key, program in self.programs.items() if program.path == path]
         if len(alike) <= MOST_PROGRAMS:
             return
+        self._alike[alike[0][0]].remove(alike[0][1])
         old = self.programs.pop(alike[0])
         _LOG.warning(
             "%s has had more than %d programs, and forgets that for %s: pad inputs to fewer different shapes",

@@ -267,6 +267,8 @@ def _with_sizes(recipe, parts, share):
     ranks = parallelism.data_parallel_replicate, parallelism.data_parallel_shard, parallelism.tensor_parallel
     own, divisors = _own_sizes(recipe), divisors_of(ranks)
     sizes = {section.seq_length, *(leaf for leaf in tree_leaves(own, int) if type(leaf) is int)}
+    if section.factory:  # a user's data have sizes of their own
+        sizes -= {size for each in micro_batch(recipe) for size in each.shape[1:]} - {section.seq_length}
     for size in sizes if share else ():
         parts[size] = lcm(parts.get(size, 1), *(divisor for divisor in divisors if size % divisor == 0))
 

@@ -5,8 +5,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from mindformers_core.verification.comparison import TermSums, close, expected_part, gradient_terms
+from mindformers_core.program.plan import OperatorPlan
+from mindformers_core.verification.comparison import TermSums, close, expected_part, gradient_terms, is_tie
 from mindformers_core.verification.report import fault_lines
+from mindformers_core.verification.rounding import FACTOR
 
 _KEPT = 16  # faults of a rank; the first one counts
 
@@ -72,10 +74,13 @@ class Check:
         roots: as `plans`, the `CellPlan`s of what has run: under recompute() others.
         truth: the `OneCard`.
         precision: the `Precision` of all ranks and of the truth.
+        allowances: see `rounding`; empty: no rounding is allowed for.
         is_whole: whether the tensors inside of programs are compared in every pass, not in the first ones only.
         notes: sentences about what isn't verified.
         faults: the `Fault`s.
         compared: number of tensors.
+        rounded: number of those that differ by no more than rounding may, as `allowances` says.
+        ties: `(order, place)` of the choices among equal numbers that were made otherwise.
         sources: key -> `ModuleSource`, see `Observer.generated`.
     """
 
@@ -85,8 +90,11 @@ class Check:
     precision: Precision
     notes: tuple = ()
     is_whole: bool = False
+    allowances: dict = field(default_factory=dict)
     faults: list = field(default_factory=list)
     compared: int = 0
+    rounded: int = 0
+    ties: list = field(default_factory=list)
     roots: dict = field(default_factory=dict)
     sources: dict = field(default_factory=dict)
     _sums: TermSums = field(default_factory=TermSums)
@@ -109,11 +117,24 @@ class Check:
         """The text of the verification."""
         compared = f"{self.compared:,} tensors on {self.mesh.size} ranks {self.mesh} compared with one card"
         if not self.faults:
-            return "\n".join([f"verified: {compared}, no difference", *self.notes])
+            rounded = f" but {self.rounded:,} by rounding, see below" if self.rounded else ""
+            return "\n".join([f"verified: {compared}, no difference{rounded}", *self._said()])
         first = min(self.faults, key=lambda fault: fault.order)
         others = [fault for fault in self.faults if fault is not first and fault.key == first.key]
         lines = fault_lines(first, others, self.mesh, self.roots.values())
-        return "\n".join([f"a fault: {compared}", *lines, *self.notes])
+        return "\n".join([f"a fault: {compared}", *lines, *self._said()])
+
+    def _said(self):
+        """The sentences below the report."""
+        if self.rounded:
+            yield (
+                f"rounding: {self.rounded:,} tensors differ by more than the tolerance, but by no more than one card's "
+                f"do when each result changes by {FACTOR:g} units of rounding"
+            )
+        if self.ties:
+            what = "what follows a choice among equal numbers, where it isn't defined which one is taken"
+            yield f"not verified: {what}: {min(self.ties)[1]}"
+        yield from self.notes
 
     def compare(self, rank, what, at, layout, tensor):
         """Compare a tensor of an instruction with the one card's.
@@ -135,15 +156,16 @@ class Check:
             if not used:
                 return  # a tensor of another call that is handed on, and was compared there
             value = self.truth.parameters[used[0]].asnumpy()
+        slack = self.allowances.get(id(value), 0.0)
         if what == "gradient":
             terms, value = gradient_terms(seen.layout), np.broadcast_to(value, seen.value.shape)
             value = value if terms == 1 else value / terms
         place = (0, label, stage) if what == "value" else (1, label, -stage)
         key = call, seen.value.id, layout
         at, order = (stage, label, seen, path, file), (*place, self.compared)
-        self.hold(order, rank, what, at, layout, tensor, value, self.truth.largest(what, label), key)
+        self.hold(order, rank, what, at, layout, tensor, value, self.truth.largest(what, label), key, slack=slack)
 
-    def hold(self, order, rank, what, at, layout, tensor, value, scale=0.0, key=None, limits=None):
+    def hold(self, order, rank, what, at, layout, tensor, value, scale=0.0, key=None, limits=None, slack=None):
         """Compare a local tensor with the global value `value` in a layout; the arguments are those of `Fault`.
 
         Without a layout `value` is the expected local one. `scale` is the largest magnitude of the terms that were
@@ -159,7 +181,24 @@ class Check:
                 return
         expected = value if layout is None else expected_part(value, layout, rank)
         tolerance, rounding = limits or (self.precision.tolerance, self.precision.rounding)
-        if not close(array, expected, tolerance, rounding * scale):
+        if close(array, expected, tolerance, rounding * scale):
+            return
+        slack = self.allowances.get(id(value), 0.0) if slack is None else slack
+        if slack and close(array, expected, tolerance, rounding * scale + slack):
+            self.rounded += 1
+        elif what == "value" and self._is_tie(at, key[-1][0], layout, rank, array, value):
+            self.ties.append((order, f"{at[2].entry.node.operator}, {at[2].entry.node.source}"))
+        elif not self.ties or order < min(self.ties)[0]:
             self._counts[rank] += 1
             if self._counts[rank] <= _KEPT:
                 self.faults.append(Fault(order, rank, what, at, layout, key, array.copy(), expected, value))
+
+    def _is_tie(self, at, call, layout, rank, array, value):
+        """Whether a rank's indices point to the same numbers as one card's; see `is_tie`."""
+        stage, label, seen, *_ = at
+        table, whole = self.truth.values[stage, label], value.copy()
+        if not isinstance(seen.entry, OperatorPlan) or array.shape != expected_part(whole, layout, rank).shape:
+            return False
+        whole[layout.local_slices(value.shape, rank)] = array
+        inputs = (table.get((call, each.id)) for each, _ in seen.entry.consumed)
+        return is_tie(value, whole, [each for each in inputs if each is not None and each.dtype.kind == "f"])

@@ -17,14 +17,15 @@ def close(found, expected, tolerance, rounding=0.0):
     Args:
         found, expected: the arrays.
         tolerance: largest relative difference.
-        rounding: absolute difference that is always allowed: rounding errors of larger numbers that cancel.
+        rounding: absolute difference that is always allowed: rounding errors of larger numbers that cancel. Infinite
+            where rounding decides integers.
     """
     if found.shape != expected.shape:
         return False
     if expected.dtype.kind == "c":
         found, expected = (np.stack([array.real, array.imag]) for array in (found, expected))
     if expected.dtype.kind != "f":
-        return bool((found == expected).all())
+        return rounding == np.inf or bool((found == expected).all())
     with np.errstate(invalid="ignore"):  # infinities, which are compared below
         difference = np.abs(found - expected).max(initial=0.0)
     size = 0.0 if difference <= rounding else _peak(expected)
@@ -66,6 +67,24 @@ def gradient_layout(layout):
 def gradient_terms(layout):
     """The number of terms of an average, each of which gets as small a part of its gradient; else 1."""
     return layout.mesh.axis_size(*[axis for axis, op in layout.partial if op == "avg"])
+
+
+def is_tie(value, found, inputs):
+    """Whether other indices than those of `value` point to equal numbers: which one is taken isn't defined.
+
+    Args:
+        value, found: global arrays of indices along a dim; a reduction drops that dim.
+        inputs: the global arrays that the operator has taken.
+    """
+    for array in inputs if value.dtype.kind == "i" else ():
+        for dim in range(array.ndim if array.ndim - value.ndim in (0, 1) else 0):
+            pair = [each if each.ndim == array.ndim else np.expand_dims(each, dim) for each in (value, found)]
+            shape = (*array.shape[:dim], pair[0].shape[dim], *array.shape[dim + 1 :])
+            if shape == pair[0].shape and all(((each >= 0) & (each < array.shape[dim])).all() for each in pair):
+                taken = [np.take_along_axis(array, each, dim) for each in pair]
+                if np.array_equal(*taken):
+                    return True
+    return False
 
 
 def expected_part(value, layout, rank):

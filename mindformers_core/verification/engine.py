@@ -25,14 +25,17 @@ from mindformers_core.sharding.sharded_cells import tree_of
 from mindformers_core.verification.checking import FLOAT32_KERNELS, PRECISIONS, Check
 from mindformers_core.verification.comparison import largest
 from mindformers_core.verification.observing import RankObserver
+from mindformers_core.verification.rounding import EPS, allowances
 from mindformers_core.verification.truth import OneCard, floating
 
 _OWN_CODE = 2**-10, 2**-14  # tolerance and rounding: the model's own code runs in float32
 _OWN_TERMS = 2**-7  # of the largest magnitude in a pass, whose rounding errors in float32 are left where terms cancel
+_OWN_SUMS = 4  # units of rounding of an operator's result there: kernels add in float16
 _HUGE = 1e30  # counts as infinite: the lowest number of float32 is not that of float64
 _UPDATE_TOLERANCE = 1e-5  # optimizers take scalars and keep moments in float32,
 _UPDATE_ROUNDING = 2**-23  # and compute weights of float64 in float32
 _RATE = 1e-3  # the learning rate
+_FIRST = (-1,)  # the order of faults in the model's own code
 _LEAVE_IT = ("add_", "sub_", "mul_", "div_", "floor_divide_", "remainder_", "exp_")  # on CPU, their tensor as it was
 
 
@@ -102,19 +105,35 @@ def _without_collection():
 
 
 def _simulated(subject, plans, precision, notes):
-    """The `Check` of a step in a `Precision`."""
+    """The `Check` of a step in a `Precision`; where a fault may be due to rounding, of another run that allows for it:
+    for that of the dtypes in the model's own code, and for that of kernels in programs.
+    """
     graphs = {stage: graph for (stage, _), (graph, _) in sorted(plans.items(), key=lambda entry: entry[0][0])}
-    truth = OneCard(graphs, subject.parameters, precision.dtype, subject.divisor)
-    for each in subject.passes:
-        truth.run(*each)
+
+    def card(noise=None):
+        made = OneCard(graphs, subject.parameters, precision.dtype, subject.divisor, noise)
+        for each in subject.passes:
+            made.run(*each)
+        return made
+
+    def of_kernel(_, operator):
+        return EPS["float32" if operator in FLOAT32_KERNELS else precision.dtype]
+
+    truth, of_programs, of_own = card(), {}, {}
     given = subject.mesh, plans, truth, precision, notes
     check = _compared(subject, Check(*given))
-    return check if check.is_located() else _compared(subject, Check(*given, is_whole=True))
+    if check.faults and precision is not PRECISIONS["float64"]:
+        of_programs = allowances(truth, card(of_kernel))
+    if any(fault.order == _FIRST for fault in check.faults):
+        of_own = allowances(truth, card(lambda dtype, _: _OWN_SUMS * EPS.get(dtype, 0.0)))
+    if check.is_located() and not of_programs and not of_own:
+        return check
+    return _compared(subject, Check(*given, is_whole=not check.is_located(), allowances=of_programs), of_own)
 
 
-def _compared(subject, check):
-    """The `Check`, after one step of all ranks."""
-    if unlike := _unlike_own_code(subject, check.plans) or _compare_own_code(check, subject):
+def _compared(subject, check, of_own=None):
+    """The `Check`, after one step of all ranks; `of_own`: the allowances for the model's own code. Default: none."""
+    if unlike := _unlike_own_code(subject, check.plans) or _compare_own_code(check, subject, of_own or {}):
         check.notes += (f"not verified: that the captured program computes what the model's own code does, {unlike}",)
 
     def work(rank):
@@ -149,7 +168,7 @@ def _unlike_own_code(subject, plans):
     return f"which draws numbers, by {drawn[0]}" if drawn else f"whose {wrong[0]} is wrong on CPU" if wrong else ""
 
 
-def _compare_own_code(check, subject):
+def _compare_own_code(check, subject, slack):
     """Compare with the user's own code on one card, in the first pass; returns why it can't run, or ""."""
     label, rank = subject.passes[0][0], subject.mesh.rank_list[0]
     try:
@@ -157,10 +176,14 @@ def _compare_own_code(check, subject):
     except Exception as error:  # operators without a kernel here that generated code calls in another way
         return f"which fails here: {str(error).strip().partition(chr(10))[0]}"
     for group, kind in zip(groups, ("value", "gradient", "value"), strict=True):
-        scale = max(check.truth.largest(kind, label) * _OWN_TERMS, largest([value for _, _, value in group]))
+        scale = max(
+            check.truth.largest(kind, label) * _OWN_TERMS,
+            largest([np.clip(value, -_HUGE, _HUGE) for *_, value in group]),
+        )
         for what, found, value in group:
             at = None, label, None, f"{what} by the model's own code; one card's is the captured program's", None
-            check.hold((-1,), rank, "result", at, None, Tensor(found), value, scale, limits=_OWN_CODE)
+            given = _FIRST, rank, "result", at, None, Tensor(found), np.clip(value, -_HUGE, _HUGE), scale
+            check.hold(*given, limits=_OWN_CODE, slack=slack.get(id(value), 0.0))
     return ""
 
 
@@ -192,10 +215,7 @@ def _own_results(subject, truth):
         [(f"gradient of {path}", one, gradients[path]) for path, one in zip(weights, found, strict=True)],
         [(f"{path} afterwards", one, truth.written[label][path]) for path, one in after.items()],
     )
-    return [
-        [(what, *(np.clip(array, -_HUGE, _HUGE) for array in (one.asnumpy(), value))) for what, one, value in group]
-        for group in groups
-    ]
+    return [[(what, np.clip(one.asnumpy(), -_HUGE, _HUGE), value) for what, one, value in group] for group in groups]
 
 
 def _buckets(cells):

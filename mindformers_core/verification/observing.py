@@ -1,6 +1,7 @@
 """The observer of one simulated rank: every tensor of its programs is compared with the value on one card."""
 
 from mindspore import Tensor
+from mindspore._c_expression import Cell_, MixedPrecisionType
 
 from mindformers_core.dtensor.move import dtype_name
 from mindformers_core.operators.signature import is_float
@@ -38,8 +39,10 @@ class RankObserver(ProgramObserver):
         self.paths, self.replica = parameter_paths(cells.values()), replica
 
     def placed(self, cell, parameters):
-        """See `Observer`: floating tensors of a Cell in one dtype."""
+        """See `Observer`: floating tensors of a Cell in one dtype, without MindSpore's mixed precision."""
         for _, child in cell.cells_and_names():
+            child.mixed_precision_type = None
+            Cell_.set_mixed_precision_type(child, MixedPrecisionType.NOTSET)
             for name, value in vars(child).items():
                 if type(value) is Tensor:
                     vars(child)[name] = as_computed(value)

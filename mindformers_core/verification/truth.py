@@ -17,6 +17,7 @@ from mindformers_core.program.structure import Value, tree_leaves, tree_map
 from mindformers_core.scopes import errors_at
 from mindformers_core.verification.comparison import largest
 from mindformers_core.verification.drawing import begin_draws, draw_of
+from mindformers_core.verification.rounding import changed
 
 _KNOWN = "mindformers_core.verify"
 _FLOATS = ("float16", "bfloat16", "float32")
@@ -62,6 +63,8 @@ class OneCard:
         parameters: path -> array with the global values.
         dtype: name of the dtype of all floating tensors, whatever their dtypes in the graphs.
         divisor: of the sum of all passes' gradients.
+        noise: function of the dtype's name of a Parameter or result in the model, and of the operator, None for a
+            Parameter: the relative size of the changes that are made to it; see `rounding`. Default: none.
 
     Attributes:
         values, gradients: (stage, label of a pass) -> (`CellGraph.call`, number of a Value) -> array.
@@ -72,12 +75,19 @@ class OneCard:
         written: label -> path -> array: the parameters that the pass wrote, after it.
     """
 
-    def __init__(self, graphs, parameters, dtype, divisor):
-        self.graphs, self.dtype, self.divisor = graphs, dtype, divisor
+    def __init__(self, graphs, parameters, dtype, divisor, noise=None):
+        self.graphs, self.dtype, self.divisor, self._noise = graphs, dtype, divisor, noise
+        self._draw = np.random.default_rng(0)
         uses = [use for graph in graphs.values() for use in graph.uses.parameters.values()]
-        trained, stages = {use.path for use in uses if use.trainable}, Counter(use.path for use in uses)
+        trained = {use.path for use in uses if use.trainable and is_float(use.value.dtype)}
+        stages = Counter(use.path for use in uses)
         self.parameters = {
-            path: Parameter(self._tensor(parameters[path]), name=path, requires_grad=path in trained) for path in stages
+            path: Parameter(
+                self._noisy(self._tensor(parameters[path]), parameters[path].dtype.name),
+                name=path,
+                requires_grad=path in trained,
+            )
+            for path in stages
         }
         self.values, self.gradients, self.weight_gradients, self.outputs, self.written = {}, {}, {}, {}, {}
         self.trained = [path for path in stages if path in trained]
@@ -148,11 +158,22 @@ class OneCard:
         """The function of the tensors among the arguments that calls an operator, by the operator's source."""
         draw = draw_of(node, self.dtype)
         if draw is not None:
-            return draw(args, kwargs)
+            return self._with_noise(draw(args, kwargs), node)
         tensors = {id(tensor): tensor for tensor in tree_leaves((args, kwargs), Tensor)}
         if id(node) not in self._functions:  # the graphs keep their nodes
             self._functions[id(node)] = self._function(node, args, kwargs, list(tensors))
-        return tree_map(_without_gradient, self._functions[id(node)](*tensors.values()))
+        return self._with_noise(tree_map(_without_gradient, self._functions[id(node)](*tensors.values())), node)
+
+    def _with_noise(self, result, node):
+        """An operator's results, changed by `noise`."""
+        values = iter(tree_leaves(node.outputs, object))
+        return tree_map(lambda leaf: self._noisy(leaf, getattr(next(values), "dtype", ""), node.operator), result)
+
+    def _noisy(self, tensor, dtype, operator=None):
+        """A tensor of a dtype of the model, and its gradient, changed by `noise`."""
+        eps = self._noise(dtype, operator) if self._noise and isinstance(tensor, Tensor) and is_float(dtype) else 0.0
+        factors = changed(np.ones(tensor.shape, self.dtype), eps, self._draw) if eps else None
+        return tensor if factors is None else tensor * Tensor(factors)
 
     def _function(self, node, args, kwargs, tensors):
         """The function of tensors with the ids `tensors` that calls an operator."""

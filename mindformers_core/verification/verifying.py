@@ -8,13 +8,14 @@ from mindspore import ParameterTuple, Tensor, nn
 
 from mindformers_core.communication.simulated import SimulatedRanks
 from mindformers_core.communication.world import process_state, rank_of
+from mindformers_core.dtensor.move import dtype_name
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.operators.signature import TensorMeta, is_float
 from mindformers_core.optimizers.adamw import AdamW
 from mindformers_core.passes.forward_backward import ForwardBackward
 from mindformers_core.program.observer import Observer
 from mindformers_core.program.structure import tree_fill, tree_leaves, tree_map
-from mindformers_core.sharding.declare import copy_cell
+from mindformers_core.sharding.declare import copy_cell, eager_cells
 from mindformers_core.sharding.initialize import materialize
 from mindformers_core.sharding.inspecting import prepare, programs
 from mindformers_core.sharding.parameter_storage import as_computed
@@ -22,6 +23,7 @@ from mindformers_core.sharding.program import annotated_plan, bind_arguments
 from mindformers_core.sharding.shard import shard
 from mindformers_core.sharding.sharded_cells import tree_of, tree_of_root
 from mindformers_core.tensor_parallel.clipping import ClipByGlobalNorm
+from mindformers_core.verification.eager import verify_eagerly
 from mindformers_core.verification.engine import seed_restored, simulate
 from mindformers_core.verification.truth import floating
 from mindformers_core.zero.gradients import value_and_grad
@@ -42,7 +44,7 @@ def verify(net, mesh, *inputs, config=None, plan=None, seed=0, **named_inputs):
     Floating tensors are float64, whatever their dtypes in the model, so that a difference is a fault. The idea is that
     of TTrace (2026) and TrainVerify (SOSP 2025): one program against its parallel form, tensor by tensor: all of a
     replica's first pass; of later passes, which run the same programs, results and gradients of weights, and all only
-    where one of these differs.
+    where one of these differs. A model with Cells that the plan marks as eager is compared with its own code.
 
     Args:
         net: a Cell that isn't sharded, of which every rank gets a copy, sharded by `shard(copy, mesh, config, plan)`;
@@ -65,6 +67,8 @@ def verify(net, mesh, *inputs, config=None, plan=None, seed=0, **named_inputs):
             "verify(): config and plan are for a Cell that isn't sharded, not for a function that shards it"
         )
     given = tree_map(lambda leaf: leaf.asnumpy() if isinstance(leaf, Tensor) else leaf, (inputs, named_inputs))
+    if plan and eager_cells(net, plan):
+        return verify_eagerly(net, mesh, config, plan, seed, *given)
     call = _Call(net, mesh, config, plan, seed, *given)
     return simulate(call, call.plans, call.notes)
 
@@ -149,7 +153,7 @@ class _Call:
         """See `simulate`."""
         run = self._differentiated if self.settings is None else self._under_hsdp
         results, gradients = run(cells[0], rank)
-        parameters = tuple(cells[0].trainable_params())
+        parameters = tuple(_trained(cells[0]))
         return results, gradients, ClipByGlobalNorm(parameters, _MAX_NORM), AdamW(parameters, _OPTIMIZER)
 
     def _under_hsdp(self, net, rank):
@@ -163,7 +167,7 @@ class _Call:
 
     def _differentiated(self, net, rank):
         passes, (args, kwargs) = ForwardBackward(floating), self._local_inputs(net, rank)
-        results, weights = prepare(net, *args, **kwargs).results, ParameterTuple(net.trainable_params())
+        results, weights = prepare(net, *args, **kwargs).results, ParameterTuple(_trained(net))
         if not weights and not floating((args, kwargs)):
             raise ValueError(
                 f"verify() compares gradients, too, and {type(net).__name__} has none: it has no Parameters that are "
@@ -195,6 +199,11 @@ class _InitialValues(Observer):
             whole = self.found.setdefault(path, np.empty(part.global_shape, part.asnumpy().dtype))
             whole[part.layout.local_slices(whole.shape, self.rank)] = part.asnumpy()
         return parameters
+
+
+def _trained(net):
+    """The Parameters that get gradients: those of floats."""
+    return [parameter for parameter in net.trainable_params() if is_float(dtype_name(parameter.dtype))]
 
 
 def _replica(net, rank):

@@ -7,6 +7,7 @@ from mindformers_core.dtensor.move import dtype_name
 from mindformers_core.layout import Layout
 from mindformers_core.operators.signature import is_float
 from mindformers_core.sharding.parameter_storage import unit_of
+from mindformers_core.sharding.replicas import check_replicas
 from mindformers_core.sharding.shard import replace_parameters
 from mindformers_core.zero.bucket_collectives import BucketCollectives
 from mindformers_core.zero.buckets import Fusion, make_buckets
@@ -27,9 +28,11 @@ def apply_hsdp(tree, settings, units, fusion, has_axis):
         has_axis: whether the tree is sharded over the data-parallel axis.
 
     Raises:
-        ValueError: a parameter that is sharded over the data-parallel axis, or that has no gradient but is trained.
+        ValueError: a parameter that is sharded over the data-parallel axis, or that has no gradient but is trained;
+            ranks with other initial weights.
     """
     plans, root = _plans(tree, settings, units), tree.cells[""]
+    check_replicas(root)  # shards of other weights would make neither rank's
     sources = [parameter for _, parameter in root.parameters_and_names()]
     computing = [
         source if plan.dtype == _model_dtype(source) else parameter_like(source, plan.shape, plan.dtype, source)

@@ -26,7 +26,7 @@ class GradientReducer:
     def __init__(self, storage, sums=None):
         self.storage, self.sums = storage, {} if sums is None else sums
         self._reduced = {}  # number of a parameter -> its reduced gradient
-        self._placeholder = ops.zeros((1,))
+        self._placeholder = ops.zeros((0,))  # a shape that no parameter has
 
     def begin(self, is_last, at_once=False):
         """Before the backward pass of a micro-step.

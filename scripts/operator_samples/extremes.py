@@ -22,7 +22,7 @@ _DRAWS = 4  # of each kind
 def _numbers(kind, dtype):
     info = np.finfo(dtype)
     positive = {
-        "equal": (0.0, 1.5), "small": (float(info.tiny), 0.0), "large": (20.0, float(info.max) ** 0.5 / 4),
+        "equal": (0.0, 1.5), "small": (float(info.tiny), 0.0), "large": (20.0, min(float(info.max) ** 0.5 / 4, 1e18)),
         "inf": (np.inf,), "nan": (np.nan,), "-inf": (),
     }[kind]  # fmt: skip
     return np.array([*positive, *(-x for x in positive)] or [-np.inf])
@@ -118,7 +118,8 @@ def _differs(found, allowed, inputs, dtype):
     least = 4 * float(np.finfo(dtype).tiny)
     if all(found.shape != x.shape for x in inputs):  # a reduction, whose terms cancel
         finite = [np.abs(x.astype(np.float64)[np.isfinite(x)]).max(initial=0) for x in inputs]
-        least = max(least, 8 * float(np.finfo(dtype).eps) * max(finite, default=0))
+        largest = max(finite, default=0)
+        least = max(least, 8 * float(np.finfo(dtype).eps) * largest * max(largest, 1))  # or of products
     close = np.zeros(found.shape, bool)
     with np.errstate(all="ignore"):
         for array in allowed:

@@ -15,8 +15,8 @@ _LONGER = 128  # times the last dim, so that kernels are cut into tasks for thei
 
 
 def repeated(target, text, calls):
-    """A dict: `forward` and `gradient`, each the number of calls that differ from the first one, or an error; and
-    `long`, whether last dims are 128 times as long as in the sample.
+    """A dict: `calls`; `forward` and `gradient`, each the number of calls that differ from the first one, or an error;
+    and `long`, whether last dims are 128 times as long as in the sample.
 
     Args:
         target, text: of a `Sample`.
@@ -27,7 +27,7 @@ def repeated(target, text, calls):
         found = _differing(_Bits(cell, inputs), calls)
         if isinstance(found, int) or stretch == 1:
             slopes = _differing(_Bits(_gradient(cell, inputs), inputs), calls)
-            return {"forward": found, "gradient": slopes, "long": stretch > 1}
+            return {"calls": calls, "forward": found, "gradient": slopes, "long": stretch > 1}
 
 
 class _Bits:

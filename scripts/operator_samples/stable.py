@@ -14,15 +14,9 @@ def _mish(x):
     return x * np.tanh(np.logaddexp(0, x))
 
 
-def _gelu(x):
-    inner = np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)
-    return np.where(inner < -20, -0.0, 0.5 * x * (1 + np.tanh(inner)))
-
-
 FUNCTIONS = {  # name of an operator -> function
     "Erf": special.erf,
     "Erfc": special.erfc,
-    "GeLU": _gelu,
     "LogSoftmax": special.log_softmax,
     "LogSumExp": _log_sum,
     "Mish": _mish,

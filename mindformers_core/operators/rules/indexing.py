@@ -6,6 +6,11 @@ from mindformers_core.operators.rules.elementwise import keeps_digits
 from mindformers_core.operators.saved import INDICES, INPUTS, INPUTS_AS_THEY_ARE, NOTHING, SECOND_RESULT, UNMEASURED
 from mindformers_core.operators.signature import Signature, TensorMeta, tensors_in
 
+# operators that give as many results as the values ask for: a capture has no shape for them, the eager engine runs them
+BY_VALUES = ("CTCGreedyDecoder", "MaskedSelect", "NonZero", "NonZeroExt", "SparseSegmentMean", "Unique", "Unique2")
+BY_VALUES += ("UniqueConsecutive", "UniqueDim")
+register_operator(*BY_VALUES, gather=True)
+
 
 def _lookup(params, indices, dim, batch_dims=0, algorithm="gather"):
     """Rows of `params` along `dim` by number. A shard finds zero for rows that it doesn't hold, and shards add up."""

@@ -75,10 +75,11 @@ def split(x, split_size, dim=0, axis=None):
     return _split(x, dim, split_size if isinstance(split_size, (tuple, list)) else _pieces(x, dim, split_size))
 
 
-@register_operator("Chunk", saves=INPUTS_AS_THEY_ARE, view=views.parts, source=".chunk")
+@register_operator("Chunk", "DeprecatedChunk", saves=INPUTS_AS_THEY_ARE, view=views.parts, source=".chunk")
 @register_operator("ChunkView", saves=NOTHING, view=views.parts)
-def chunk(x, chunks, dim=0):
+def chunk(x, chunks, dim=0, axis=None):
     """At most `chunks` pieces, equal save for the last."""
+    dim = dim if axis is None else axis
     if chunks < 1:
         raise ValueError(f"{chunks} chunks: at least 1")
     return _split(x, dim, _pieces(x, dim, max(1, -(-x.shape[as_dim(dim, x.ndim)] // chunks))))

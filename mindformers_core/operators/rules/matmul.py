@@ -116,8 +116,9 @@ def bias_add(x, bias, data_format=0, *_):
     return contraction("n c ..., c -> n c ...", x, bias, linear=({0, 1},))
 
 
-def _add_product(text, x, a, b, beta=1, alpha=1):
+def _add_product(text, x, *operands, beta=1, alpha=1, **named):
     """`beta * x + alpha * (a @ b)` of matrices, vectors, or batches of them, where `x` may be broadcast."""
+    a, b = (*operands, *named.values())[:2]
     names, (shape,) = text.split("->")[1].split(), contraction(text, a, b).output_shapes
     if broadcast_shape([x.shape, shape]) != shape:
         raise ValueError(f"shapes {x.shape}, {a.shape} and {b.shape} don't fit an addition to a product")

@@ -1,0 +1,41 @@
+"""By how much rounding may change a tensor: what a run differs by whose numbers were changed by units of rounding.
+
+The idea is that of TTrace (2026), and of stochastic arithmetic (Parker, "Monte Carlo arithmetic", 1997). Pure Python.
+"""
+
+import numpy as np
+
+EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+FACTOR = 12.0  # of two estimates of a distance: clean pairs reached 4.3, two perturbed runs 8.3
+_SPREAD = 2.0  # of two perturbed runs by FACTOR units, in each of which other elements pass a kink, as that of ReLU
+
+
+def changed(array, eps, draw):
+    """An array of floats with every element changed by FACTOR times `eps` of it, up or down, by a NumPy generator."""
+    return array * (1 + FACTOR * eps * draw.choice([-1, 1], array.shape)).astype(array.dtype)
+
+
+def allowances(card, perturbed):
+    """Id of each array of a `OneCard` -> the absolute difference that rounding may make to it, as `perturbed` says.
+
+    Infinite where integers or infinities differ: rounding decides them.
+    """
+    other = dict(_arrays(perturbed))
+    return {id(array): _allowed(array, other[place]) for place, array in _arrays(card)}
+
+
+def _arrays(card):
+    tables = card.values, card.gradients, card.weight_gradients, card.outputs, card.written, {0: card.step_gradients}
+    for number, table in enumerate(tables):
+        for label, arrays in table.items():
+            for place, array in arrays.items() if isinstance(arrays, dict) else enumerate(arrays):
+                yield (number, label, place), array
+
+
+def _allowed(value, perturbed):
+    if value.dtype.kind not in "fc":
+        return 0.0 if np.array_equal(value, perturbed) else np.inf
+    with np.errstate(invalid="ignore"):
+        difference = np.abs(value - perturbed)
+    same = np.array_equal(np.isfinite(value), np.isfinite(perturbed))
+    return _SPREAD * float(difference.max(initial=0.0, where=np.isfinite(difference))) if same else np.inf

@@ -1,0 +1,227 @@
+"""The models of other libraries, made small: mindone.transformers, mindcv, MindSpore Transformers 1.3. See `zoo.py`."""
+
+import importlib.abc
+import importlib.machinery
+import inspect
+import re
+import sys
+from unittest.mock import MagicMock
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, nn
+
+SIZES = {  # pattern of an attribute's name in a configuration -> its value
+    r"(n|num)_(hidden_)?layers?|(encoder|decoder|num_encoder|num_decoder|depth)_layers|depth|layers|num_blocks": 2,
+    r"hidden_size|d_model|n_embd|dim|embed_dim|embedding_size|word_embed_proj_dim|hidden_dim|projection_dim|d_embed|"
+    r"vision_embed_dim|bottleneck_size|encoder_hidden_size|rnn_hidden_dim|lm_hidden_dim|dec_dim|text_dim|"
+    r"vocab_embedding_dim|emb_dim|codevector_dim|proj_codevector_dim|tie_dim|q_lora_rank|kv_lora_rank": 32,
+    r"(num|n|encoder|decoder|num_encoder|num_decoder)_(attention_)?heads?|attention_heads": 4,
+    r"(num|n)_(key_value_heads|kv_heads|head_kv|query_groups|kv_head)|multi_query_group_num": 2,
+    r"(.*_)?intermediate_size|(.*_)?ffn_(dim|hidden_size)|d_ff|d_inner|n_inner|inner_dim|feed_forward_proj_dim|"
+    r"ffn_size|shared_expert_intermediate_size|expert_dim|mlp_dim": 64,
+    r"vocab_size|(text|type)_vocab_size_|n_vocab|num_embeddings|entity_vocab_size|codebook_size": 128,
+    r"max_position_embeddings|n_positions|n_ctx|max_seq_len(gth)?|max_source_positions|max_target_positions|"
+    r"max_2d_position_embeddings|max_sequence_length": 128,
+    r"head_dim|d_kv|kv_channels|attention_head_size|qk_nope_head_dim|qk_rope_head_dim|v_head_dim": 8,
+    r"image_size|img_size|input_size": 32,
+    r"patch_size": 8,
+    r"num_(local_|routed_)?experts|n_routed_experts|moe_num_experts": 4,
+    r"num_experts_per_tok|moe_k|num_selected_experts|moe_topk": 2,
+    r"pad_token_id|padding_idx": 0,
+    r"num_lables|num_classes": 8,
+    r"(bos|eos|sep|cls|mask|unk|decoder_start|image|video|audio)_token_(id|index)": 3,
+}
+FEW = "xx_small|xxs|tiny|_ti$|nano|atto|s12|_s_p32|b0|050|075|025|small|18$|121|92|_9$|11$|200mf|_a0|14$|05$|50"
+
+
+def small(config_class):
+    """A small configuration of a class, for each of its numbers that `SIZES` knows."""
+    return config_class(**_small_values(config_class()))
+
+
+def _small_values(config):
+    found = {}
+    for name, value in vars(config).items():
+        if hasattr(value, "model_type") and not name.startswith("_"):
+            found[name] = {"model_type": value.model_type, **_small_values(value)}
+        elif isinstance(value, float) and "drop" in name:
+            found[name] = 0.0
+        elif type(value) is int:
+            sizes = [size for pattern, size in SIZES.items() if re.fullmatch(pattern, name)]
+            found.update({name: sizes[0]} if sizes else {})
+    return found
+
+
+def inputs_for(names, config):
+    """Small inputs by name, for the names of a `construct` that are known."""
+    draw, vision = np.random.default_rng(0), getattr(config, "vision_config", config)
+    tokens = lambda: Tensor(draw.integers(4, 100, (4, 8)), ms.int32)  # noqa: E731
+    floats = lambda *shape: Tensor(draw.standard_normal(shape).astype(np.float32))  # noqa: E731
+    size, channels = getattr(vision, "image_size", 32), getattr(vision, "num_channels", 3)
+    size = size if isinstance(size, int) else size[0]
+    bins = getattr(config, "num_mel_bins", 80)
+    known = {
+        "input_ids": tokens,
+        "decoder_input_ids": tokens,
+        "attention_mask": lambda: Tensor(np.ones((4, 8)), ms.int32),
+        "bbox": lambda: Tensor(np.tile([1, 2, 5, 9], (4, 8, 1)), ms.int32),
+        "pixel_values": lambda: floats(4, channels, size, size),
+        "input_values": lambda: floats(4, 800),
+        "input_features": lambda: floats(4, bins, 64) if "decoder_input_ids" in names else floats(4, 64, bins),
+    }
+    given = {name: make() for name, make in known.items() if name in names}
+    if "input_ids" not in given and "decoder_input_ids" not in given:
+        given.pop("attention_mask", None)
+    switches = {"use_cache": False, "return_dict": False}
+    return given | {name: value for name, value in switches.items() if name in names}
+
+
+def mindone():
+    """Model -> function that makes a Cell and its inputs, one for each module of mindone.transformers."""
+    import mindone.transformers as library
+    from mindone.transformers.modeling_utils import PreTrainedModel
+
+    PreTrainedModel._init_weights = PreTrainedModel._initialize_weights = PreTrainedModel.init_weights = _none
+    found = {}
+    for name in dir(library):
+        kind = getattr(library, name)
+        if isinstance(kind, type) and issubclass(kind, nn.Cell) and getattr(kind, "config_class", None):
+            module, whole = kind.__module__.split(".")[-2], re.search(r"Model$|ForCausalLM$", name)
+            if whole and "PreTrained" not in name and "Pretrained" not in name:
+                best = found.get(module)
+                rank = (not name.endswith("Model"), len(name))
+                if best is None or rank < best[0]:
+                    found[module] = rank, kind
+
+    def maker(kind):
+        def make():
+            config = small(kind.config_class)
+            if hasattr(config, "_attn_implementation"):
+                config._attn_implementation = "eager"
+            return kind(config), (), inputs_for(inspect.signature(kind.construct).parameters, config)
+
+        return make
+
+    return {module: maker(kind) for module, (_, kind) in found.items()}
+
+
+def mindcv():
+    """As `mindone`, the smallest model of each module of mindcv."""
+    import mindcv as library
+    from mindcv.models.registry import _module_to_models
+
+    def maker(name):
+        def make():
+            sizes = re.findall(r"(?:224|256|384)", name)
+            try:
+                net, size = library.create_model(name, num_classes=10, image_size=64), 64
+            except TypeError:
+                net, size = library.create_model(name, num_classes=10), int(sizes[0]) if sizes else 64
+            image = np.random.default_rng(0).standard_normal((4, 3, size, size)).astype(np.float32)
+            return net, (Tensor(image),), {}
+
+        return make
+
+    rank = {name: place for place, name in enumerate(FEW.split("|"))}
+    found = {}
+    for module, names in sorted(_module_to_models.items()):
+        order = lambda name: (min([p for s, p in rank.items() if re.search(s, name)], default=99), len(name), name)  # noqa: E731
+        found[module] = maker(min(names, key=order))
+    return found
+
+
+class _Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Stand-ins for packages of data and metrics that MindSpore Transformers imports, and no model calls."""
+
+    absent = {
+        "pyarrow",
+        "datasets",
+        "rouge_chinese",
+        "jieba",
+        "nltk",
+        "cv2",
+        "ftfy",
+        "sentencepiece",
+        "tiktoken",
+        "mindpet",
+    }
+
+    def find_spec(self, name, path=None, target=None):
+        """See `MetaPathFinder`."""
+        is_absent = name.split(".")[0] in self.absent or name.startswith("mindformers.dataset")
+        return importlib.machinery.ModuleSpec(name, self) if is_absent else None
+
+    def create_module(self, spec):
+        """See `Loader`."""
+        module = MagicMock()
+        module.__path__, module.__spec__, module.__all__ = [], spec, []
+        return module
+
+    def exec_module(self, module):
+        """See `Loader`."""
+
+
+def _import_past_names_that_are_gone(name):
+    """A module of a library for an older MindSpore; names that the present one lacks are empty classes."""
+    while True:
+        try:
+            return importlib.import_module(name)
+        except ImportError as error:
+            missing = re.search(r"cannot import name '(\w+)' from '([\w.]+)'", str(error))
+            if missing is None:
+                raise
+            setattr(sys.modules[missing[2]], missing[1], type(missing[1], (), {}))
+            root = name.partition(".")[0]
+            for loaded in [each for each in sys.modules if each == root or each.startswith(f"{root}.")]:
+                del sys.modules[loaded]
+
+
+def mindformers():
+    """As `mindone`, of MindSpore Transformers 1.3, as its configurations make them: computing in float16."""
+    sys.meta_path.insert(0, _Absent())
+    library = _import_past_names_that_are_gone("mindformers.models")
+    names = "LlamaForCausalLM GPT2LMHeadModel BloomLMHeadModel BertForPreTraining GLMForPreTraining"
+    names += " T5ForConditionalGeneration"
+    names += (
+        " ChatGLM2ForConditionalGeneration PanguAlphaHeadModel ViTForImageClassification SwinForImageClassification"
+    )
+    names += " ViTMAEForPreTraining CLIPModel WhisperForConditionalGeneration SamImageEncoder"
+
+    def maker(kind):
+        def make():
+            values = _small_values(kind.config_class()) | {
+                "batch_size": 4,
+                "seq_length": 8,
+                "use_flash_attention": False,
+            }
+            config = kind.config_class(**values)
+            names, draw = inspect.signature(kind.construct).parameters, np.random.default_rng(0)
+            tokens = lambda more=0: Tensor(draw.integers(4, 100, (4, 8 + more)), ms.int32)  # noqa: E731
+            size = getattr(config, "image_size", 32)
+            known = {
+                "input_ids": lambda: tokens(
+                    "Bert" not in kind.__name__ and "T5" not in kind.__name__ and "GLMFor" not in kind.__name__
+                ),
+                "image": lambda: Tensor(draw.standard_normal((4, 3, size, size)).astype(np.float32)),
+                "pixel_values": lambda: Tensor(draw.standard_normal((4, 3, size, size)).astype(np.float32)),
+                "labels": lambda: tokens(),
+                "attention_mask": lambda: Tensor(np.ones((4, 8)), ms.float32),
+                "decoder_input_ids": lambda: tokens(),
+            }
+            known |= {"input_mask": known["attention_mask"], "token_type_id": lambda: tokens() * 0, "x": known["image"]}
+            wanted = ["labels", "attention_mask"] * ("T5" in kind.__name__)
+            needed = [name for name, each in names.items() if each.default is each.empty and name != "self"]
+            given = {name: known[name]() for name in dict.fromkeys([*needed, *wanted, "input_ids"]) if name in names}
+            return kind(config), (), given
+
+        return make
+
+    return {name: maker(getattr(library, name)) for name in names.split()}
+
+
+def _none(*_, **__):
+    """What takes the place of an initialisation."""
+
+
+LIBRARIES = {"mindone": mindone, "mindcv": mindcv, "mindformers": mindformers}
