@@ -193,10 +193,7 @@ def jit(function=None, **options):
             else:
                 conditions += [(tree, tree().state(), program) for tree, program in dict.fromkeys(_state()["met"])]
                 known.extend([(compiled, conditions)] * (entry is None))
-                alive = [(tree(), program) for tree, _, program in conditions if tree() is not None]
-                _replay_writes([program.state for _, program in alive])
-                for tree, program in alive:
-                    tree.count_run(program)
+                _replay_writes([(tree(), program) for tree, _, program in conditions if tree() is not None])
                 return result
             finally:
                 _state()["met"] = outer
@@ -206,9 +203,9 @@ def jit(function=None, **options):
     return run
 
 
-def _replay_writes(states):
-    """Set the attributes that a call leaves; `states`: the `PythonState`s of the programs of a compiled function."""
-    leaving = [state for state in states if state.writes]
+def _replay_writes(programs):
+    """Set the attributes that a call leaves; `programs`: pairs (tree, program) of a compiled function that has run."""
+    leaving = [program.state for _, program in programs if program.state.writes]
     if len(leaving) > 1:
         cell, name, _ = leaving[0].writes[0]
         raise ValueError(
@@ -218,6 +215,8 @@ def _replay_writes(states):
         )
     for state in leaving:
         state.replay()
+    for tree, program in programs:
+        tree.count_run(program)
 
 
 @contextmanager
