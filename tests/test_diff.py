@@ -228,6 +228,14 @@ def test_a_redistribution_is_named(tmp_path, monkeypatch):
     assert "by all_reduce over tp; the operator's own result agrees" in text
 
 
+def test_the_ranks_of_a_cut_tensor_are_named(tmp_path, monkeypatch):
+    one, plain = recorded(tmp_path / "one"), recorded(tmp_path / "a", TP)
+    Planted("model.layers.0.mlp.up_proj", "y", scaled(2.0), (1,)).enter(monkeypatch)
+    wrong = recorded(tmp_path / "b", TP)
+    assert "in B        ranks 0, 1 together, wrong on 1, layout [-, -, tp]\n" in report(part(plain, wrong))
+    assert "in B        ranks 0, 1 together, layout [-, -, tp]\n" in report(part(one, wrong))
+
+
 class _Mlp(nn.Cell):
     def __init__(self):
         super().__init__()

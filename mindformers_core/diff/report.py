@@ -4,7 +4,8 @@ import os
 
 import numpy as np
 
-from mindformers_core.diff.digests import PROJECTIONS, norm_of
+from mindformers_core.diff.digests import PROJECTIONS, distance, norm_of
+from mindformers_core.diff.runs import holders
 from mindformers_core.diff.tolerance import FACTOR, GROWTH, inputs_of
 from mindformers_core.hints import first_of
 
@@ -53,9 +54,8 @@ def _about_first(parting, source):
     if is_gradient:
         used = [f"{facts[each]['cell']} {_operator(facts[each])}" for each in about["consumers"]]
         yield f"  used by     {_some(used) or 'nothing that is recorded'}"
-    others = f" (of {first_of(sorted(copy.terms))})" if len(copy.terms) > 1 else ""
     again = ", computed again in the backward pass" if copy.again else ""
-    yield f"  in {first.run}        rank {copy.rank}{others}, layout {copy.layout}{again}"
+    yield f"  in {first.run}        {_ranks(first)}, layout {copy.layout}{again}"
     if copy.moved:
         yield f"  behind      {copy.moved}; the operator's own result agrees"
     yield f"  difference  {first.relative:.2g} of the norm; tolerance {first.tolerance:.2g}, {source}"
@@ -72,6 +72,21 @@ def _about_first(parting, source):
         moved = [copy.moved for each in inputs for copy in each.copies[run] if copy.moved]
         if moved:
             yield f"  before it   in {run}: {_some(moved, 2)}"
+
+
+def _ranks(first):
+    """The ranks that hold the first copy that differs, and those of the wrong parts, where the other run has such."""
+    copy = first.copy
+    together = holders(copy.layout, copy.rank)
+    if len(together) == 1:
+        return f"rank {copy.rank}" + (f" (of {first_of(sorted(copy.terms))})" if len(copy.terms) > 1 else "")
+    shown = f"ranks {first_of(together)} together"
+    other = next((each for each in first.copies["A"] if each.layout == copy.layout and not copy.layout.partial), None)
+    if other is None or other is copy:
+        return shown
+    least = first.tolerance * norm_of(copy.values)
+    wrong = [rank for rank in together if distance(other.terms.get(rank, copy.terms[rank]), copy.terms[rank]) > least]
+    return f"{shown}, wrong on {first_of(wrong)}" if wrong else shown
 
 
 def _operator(about):

@@ -89,15 +89,21 @@ class Copy:
     values: np.ndarray  # the copy's digest
 
 
+def holders(layout, rank):
+    """The ranks whose parts or terms make a whole tensor of a layout, or None, with those of a rank."""
+    if layout is None:
+        return (rank,)
+    return layout.mesh.group(rank, (*chain(*layout.axes), *(axis for axis, _ in layout.partial)))
+
+
 def assembled(layout, terms):
     """Rank -> digest of a whole tensor, for every set of ranks that hold all its terms, rank -> digest, together."""
     if layout is None:
         return dict(terms)
-    axes = [*chain(*layout.axes), *(axis for axis, _ in layout.partial)]
     divisor = layout.mesh.axis_size(*[axis for axis, op in layout.partial if op == "avg"])
     found = {}
     for rank in sorted(terms):
-        group = layout.mesh.group(rank, tuple(axes))
+        group = holders(layout, rank)
         if rank == min(group) and terms.keys() >= set(group):
             digests = np.array([terms[other] for other in group])
             found[rank] = digests.sum(0)
