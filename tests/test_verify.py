@@ -1,5 +1,6 @@
 """The parts of `verify()`: the thread's tape, comparison of tensors, kinds of faults, notes."""
 
+import re
 import threading
 from dataclasses import replace
 from importlib import import_module
@@ -27,6 +28,7 @@ from mindformers_core.trainer.command_line import main
 from mindformers_core.trainer.recipe_loader import load_recipe
 from mindformers_core.trainer.verifying import verify_recipe
 from mindformers_core.verification.comparison import TermSums, close, gradient_layout, gradient_terms, largest
+from mindformers_core.verification.observing import RankObserver
 from mindformers_core.verification.report import kind_of_fault
 from mindformers_core.zero import MixedPrecision, hsdp
 from mindformers_core.zero.storage import storage_of
@@ -288,3 +290,38 @@ def test_the_command(capsys, monkeypatch):
     finally:
         operator_source._form.cache_clear()
     assert main([*command, "model.hidden_size=7"]) == 2
+
+
+class _Scaled(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.weight = ms.Parameter(Tensor(np.ones(6, np.float32)))
+
+    def construct(self, x):
+        return ops.tanh(x * self.weight)
+
+
+class _Looked(nn.Cell):
+    """Its two last Cells share a program, so that the path of one of them is in none."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = ms.Parameter(Tensor(array(8, 6)))
+        self.one, self.two = _Scaled(), _Scaled()
+
+    def construct(self, ids):
+        return self.two(self.one(ops.gather(self.weight, ids, 0)))
+
+
+def test_what_uses_a_weight_is_named(monkeypatch):
+    seen = RankObserver.weight_gradient
+    wrong = {"two.weight"}
+
+    def changed(observer, parameter, gradient):
+        seen(observer, parameter, gradient * (2 if observer.paths[id(parameter)] in wrong else 1))
+
+    monkeypatch.setattr(RankObserver, "weight_gradient", changed)
+    ids = Tensor(np.arange(4, dtype=np.int32))
+    said = verify(_Looked(), DeviceMesh((2,), ("dp",)), ids, plan={"": {"input": layout("dp")}}).report()
+    assert "weight gradient of 'two.weight'" in said and re.search(r"used by   (redistribution .*; )?Mul, ", said), said
+    assert "Gather" not in said

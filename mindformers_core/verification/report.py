@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mindformers_core.hints import first_of
+from mindformers_core.hints import any_layer, first_of
 from mindformers_core.program.graph import ParameterUse
 from mindformers_core.program.plan import CallPlan, Redistribution
 from mindformers_core.program.structure import tree_leaves
@@ -59,7 +59,7 @@ def _place_lines(fault, frames):
     """Where a tensor is produced, and, of a gradient, consumed."""
     _, _, seen, path, file = fault.at
     if seen is None:
-        used = f"  used by   {_listed(_users(path, frames))}"
+        used = f"  used by   {_listed(_users(path, np.shape(fault.value), frames))}"
         return [f"  bucket    {file}"] if file else [used] if fault.what == "weight gradient" else []
     cell = f"  Cell      '{path}' ({seen.frame.graph.class_name.rpartition('.')[2]})"
     if isinstance(seen.entry, ParameterUse):
@@ -80,12 +80,17 @@ def _listed(entries):
     return "; ".join(shown[:_SHOWN]) + (f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else "")
 
 
-def _users(path, frames):
+def _users(path, shape, frames):
     """The instructions that take a parameter; alike Cells share a `CellPlan`, which has the path in one of them."""
     uses = [(frame, use) for frame in frames for use in frame.graph.parameters]
-    exact = [(frame, use) for frame, use in uses if use.path == path]
-    alike = [(frame, use) for frame, use in uses if use.local and f".{path}".endswith(f".{use.local}")]
-    found = [_consumers(frame, use.value, frame.layouts[use.value.id]) for frame, use in exact or alike]
+    of_layer = [(frame, use) for frame, use in uses if any_layer(use.path) == any_layer(path)]
+    exact = [(frame, use) for frame, use in of_layer if use.path == path]
+    alike = [
+        (frame, use)
+        for frame, use in uses
+        if use.local and f".{path}".endswith(f".{use.local}") and tuple(use.value.shape) == shape
+    ]
+    found = [_consumers(frame, use.value, frame.layouts[use.value.id]) for frame, use in exact or of_layer or alike]
     return [entry for entries in found for entry in entries]
 
 
