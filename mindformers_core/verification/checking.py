@@ -11,6 +11,10 @@ from mindformers_core.verification.report import fault_lines
 from mindformers_core.verification.rounding import FACTOR
 
 _KEPT = 16  # faults of a rank; the first one counts
+_OUTSIDE = (
+    "outside of verify: loss scales, optimizers but AdamW and LAMB, data, checkpoints, graph mode, real backends, draws "
+    "that ranks and one card share, Python state. `diff` compares such runs: docs/debugging.md"
+)
 
 
 @dataclass(frozen=True)
@@ -135,6 +139,7 @@ class Check:
             what = "what follows a choice among equal numbers, where it isn't defined which one is taken"
             yield f"not verified: {what}: {min(self.ties)[1]}"
         yield from self.notes
+        yield _OUTSIDE
 
     def compare(self, rank, what, at, layout, tensor):
         """Compare a tensor of an instruction with the one card's.

@@ -42,7 +42,8 @@ def compare_step(check, observer, step, buckets):
     factor = min(clip.max_norm / (norm + 1e-6), 1.0) if clip.max_norm else 1.0
     for (path, parameter), gradient in zip(parameters.items(), clipped, strict=True):
         hold(3, "clipped gradient", path, parameter.layout, gradient, summed[path] * factor, limits=limits)
-    if parameters.keys() == summed.keys() == truth.parameters.keys() & summed.keys():  # of one stage, and all used
+    used = truth.parameters.keys() & summed.keys()
+    if parameters and parameters.keys() == summed.keys() == used:  # those of one stage
         _compare_lamb(hold, truth, parameters, observer.rank)
     _compare_updates(hold, optimizer, list(parameters), clipped)
     if observer.rank == 0:
