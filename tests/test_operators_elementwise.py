@@ -66,6 +66,7 @@ FOURIER = (
     *(_fourier(f"{name}_of_reals", getattr(ops, name), (2,), (CUBE,)) for name in ("fft", "rfft")),
     _fourier("rfft2", ops.rfft2, (1, 2), (CUBE,)),
     *(_fourier(name, getattr(ops, name), (0, 1, 2), (CUBE,)) for name in ("rfftn", "fftshift", "ifftshift")),
+    _fourier("fftshift_of_complex", ops.fftshift, (0, 1, 2)),
     _fourier("fft_resized", lambda x: ops.fft(x, 6, 0, "ortho"), (0,)),
     _fourier("rfft_resized", lambda x: ops.rfft(x, 6, 1), (1,), (CUBE,)),
     _fourier("irfft_resized", lambda x: ops.irfft(x, n=5, dim=-2), (1,)),

@@ -102,11 +102,28 @@ def padded(x, padding, value=0.0):
     return x
 
 
+def centered(x, dim=None, more=1):
+    """`FFTShift`: on CPU, MindSpore's gradient is right in the first call of a process and few others."""
+    for place in range(x.ndim) if dim is None else dim if isinstance(dim, (tuple, list)) else (dim,):
+        size = x.shape[place]
+        first = (size + more) // 2
+        if size > 1:
+            x = ops.cat(ops.split(x, [first, size - first], place)[::-1], place)
+    return x
+
+
+def decentered(x, dim=None):
+    """`IFFTShift`, likewise."""
+    return centered(x, dim, 0)
+
+
 CORRECTED = {
     "BCEWithLogitsLoss": binary_cross_entropy_of_logits,
     "ConstantPadND": padded,
     "CumProd": cumulative_product,
     "EmbeddingLookup": embedding_rows,
+    "FFTShift": centered,
+    "IFFTShift": decentered,
     "IndexAddExt": index_added,
     "NLLLoss": negative_log_likelihood,
     "Scatter": scattered,

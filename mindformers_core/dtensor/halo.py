@@ -14,8 +14,6 @@ from mindspore import dtype as mstype
 
 from mindformers_core.dtensor.scans import part_along
 
-_PAD = ops.PadV3()
-
 
 def windows(fill, operator, args, context):
     """The operator on this part and its halo; beyond the image there is `fill`. The operator itself pads nothing."""
@@ -84,4 +82,8 @@ def padded(x, dim, before, behind, fill):
     if max(before, behind) <= 0:
         return x
     fill = ops.cast(fill if isinstance(fill, Tensor) else Tensor(fill, mstype.float32), x.dtype)
-    return _PAD(x, (0, 0) * (x.ndim - 1 - dim) + (max(before, 0), max(behind, 0)), fill)
+    first, last = (  # not by PadV3: compiled, on CPU, only the gradient of its first call is right
+        [ops.broadcast_to(fill, (*x.shape[:dim], count, *x.shape[dim + 1 :]))] if count > 0 else []
+        for count in (before, behind)
+    )
+    return ops.cat([*first, x, *last], dim)

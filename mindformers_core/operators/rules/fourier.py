@@ -42,7 +42,8 @@ for _kind in _LAST:
         register_operator(_kind + _ending, saves=UNMEASURED, operations=10)(partial(_transform, _kind, _ending))
 
 
-@register_operator("FFTShift", "IFFTShift", saves=UNMEASURED)
+@register_operator("FFTShift", saves=UNMEASURED, source="mindformers_core.dtensor.corrected.centered")
+@register_operator("IFFTShift", saves=UNMEASURED, source="mindformers_core.dtensor.corrected.decentered")
 def shifted(x, dim=None):
     """The zero frequency in the middle, or back."""
     return unary(x, whole=as_dims(dim, x.ndim), linear=({0},))
