@@ -12,8 +12,8 @@ from mindformers_core.verification.rounding import FACTOR
 
 _KEPT = 16  # faults of a rank; the first one counts
 _OUTSIDE = (
-    "outside of verify: loss scales, optimizers but AdamW and LAMB, data, checkpoints, graph mode, real backends, draws "
-    "that ranks and one card share, Python state. `diff` compares such runs: docs/debugging.md"
+    "outside of verify: loss scales, optimizers but AdamW and LAMB, data, checkpoints, graph mode, real backends, "
+    "draws that ranks and one card share, Python state. `diff` compares such runs: docs/debugging.md"
 )
 
 
