@@ -293,6 +293,25 @@ def test_the_command(capsys, monkeypatch):
     assert main([*command, "model.hidden_size=7"]) == 2
 
 
+class _Around(nn.Cell):
+    """Hands all on, as wrappers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Dense(6, 6), nn.Dense(6, 6)
+
+    def construct(self, *given, **named):
+        return self.last(self.first(given[0]) * given[1] + named["shift"])
+
+
+def test_arguments_of_any_number():
+    x = [Tensor(array(4, 6, seed=seed)) for seed in range(3)]
+    check = verify(
+        _Around(), DeviceMesh((2,), ("tp",)), *x[:2], shift=x[2], plan={"first": {"weight": {"bias": layout("tp")}}}
+    )
+    assert not check.faults and check.compared > 30, check.report()
+
+
 class _Scaled(nn.Cell):
     def __init__(self):
         super().__init__()

@@ -109,10 +109,9 @@ class OneCard:
         def forward(*_):
             passed = args
             for stage, graph in self.graphs.items():
-                named = {name: kwargs[name] for name in list(graph.arguments)[len(passed) :] if name in kwargs}
                 values, gradients = self.values[stage, label], self.gradients[stage, label] = {}, {}
                 begin_draws(label)
-                result = _Pass(self, values, gradients, written).root(graph, dict(zip(graph.arguments, passed)) | named)
+                result = _Pass(self, values, gradients, written).root(graph, _bound(graph, passed, kwargs))
                 passed = tuple(tree_leaves(result, Tensor))
             flowing.extend(floating(passed))
 
@@ -190,6 +189,21 @@ class OneCard:
             exec(widened_text(text, self.dtype), space)
             self._functions[text] = space["call"]
         return self._functions[text]
+
+
+def _bound(graph, passed, kwargs):
+    """Name -> argument of a graph; `*args` has the positional ones that are left, `**kwargs` the named ones."""
+    given, left, named = {}, list(passed), dict(kwargs)
+    for name, structure in graph.arguments.items():
+        if name in named:
+            given[name] = named.pop(name)
+        elif isinstance(structure, tuple) and left and not isinstance(left[0], (tuple, list)):
+            given[name], left = tuple(left), []
+        elif left:
+            given[name] = left.pop(0)
+        else:
+            given[name] = named
+    return given
 
 
 class _Pass:
