@@ -208,6 +208,16 @@ def test_outer_values_are_listed():
     assert [(use.path, use.call, use.id) for use in graph.free_variables] == [("writer", writer.call, 1)]
 
 
+def test_an_outer_variable_that_is_not_set_yet():
+    def construct(self, x):
+        return first(x) if first else later(x)
+
+    first = ops.square
+    assert [node.operator for node in capture(cell_of(construct), X).nodes] == ["Square"]
+    later = first
+    assert later
+
+
 def test_parts_of_a_call_that_are_no_operators():
     def construct(self, x):
         self.calls += 1

@@ -245,7 +245,7 @@ class PythonReads:
         if _is_users(function.__code__.co_filename):
             self._objects[id(function)] = function, read.what
             for cell in function.__closure__ or ():
-                self._read(cell, partial(getattr, cell), "cell_contents", getattr(cell, "cell_contents", None), read)
+                self._read(cell, partial(_held_by, cell), "cell_contents", _held_by(cell), read)
             self.consider((function.__defaults__, function.__kwdefaults__), read)
 
     def _consider_object(self, one, read):
@@ -296,6 +296,14 @@ def _reads_by_name(kind, names):
     """Whether attributes of an object are read without their names in code: `getattr`, names that the class maps."""
     maps_names = hasattr(kind, "__getattr__") or kind.__getattribute__ is not object.__getattribute__
     return _is_users(_file_of(kind)) and (maps_names or not _SPELLED_OUT.isdisjoint(names))
+
+
+def _held_by(cell, *_):
+    """The value of a function's outer variable."""
+    try:
+        return cell.cell_contents
+    except ValueError:  # not set yet
+        return _MISSING
 
 
 def _contents(one):
