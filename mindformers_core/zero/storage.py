@@ -171,7 +171,8 @@ class HsdpStorage(ParameterStorage):
         """See `ParameterStorage`. Gradients are refused but where `value_and_grad` or a pipeline takes them."""
         if not self._in_pass:
             self._refuse_gradients()
-        with nullcontext() if self._in_pass else draws_of(block_of(self.replica)):
+        draws_nothing = self._in_pass or self.collectives is None  # in a dry run
+        with nullcontext() if draws_nothing else draws_of(block_of(self.replica)):
             if self.is_open:
                 yield
                 return
