@@ -277,7 +277,7 @@ class PythonReads:
             self.asked.add((id(one), ""))
             names = {**dict.fromkeys(own, next(iter(self._names.values()))), **names}
         get = partial(getattr, one) if own is None else own.get
-        for name, code in names.items():
+        for name, code in [*names.items()]:
             if isinstance(one, nn.Cell) and name in attributes_of_any_cell():
                 continue
             is_own = name in own if own is not None else name in getattr(one, "__slots__", ()) and hasattr(one, name)

@@ -125,6 +125,7 @@ CORRECTED = {
     "FFTShift": centered,
     "IFFTShift": decentered,
     "IndexAddExt": index_added,
+    "Mish": mish,
     "NLLLoss": negative_log_likelihood,
     "Scatter": scattered,
 }

@@ -14,7 +14,7 @@ from mindspore import Parameter, Tensor, ops
 from mindformers_core.communication.world import process_state
 from mindformers_core.dtensor.aliases import check_current, is_view, share_memory, stale_plain
 from mindformers_core.dtensor.compositions import composed
-from mindformers_core.dtensor.corrected import CORRECTED, log_cumulative_sum, mish, softmax
+from mindformers_core.dtensor.corrected import CORRECTED, log_cumulative_sum, softmax
 from mindformers_core.dtensor.distributed_operators import ShardContext, algorithm_named
 from mindformers_core.dtensor.dropout import WITHOUT_SEEDS
 from mindformers_core.dtensor.dtensor import DTensor, adopted, parameter_view, wrap
@@ -112,7 +112,6 @@ _FIXED = {
     "MatMulExt": _matmul,
     "CumulativeLogsumexp": lambda primitive, name, args: log_cumulative_sum(*args, **attributes_of(primitive)),
     "Einsum": lambda primitive, name, args: contract(*args, primitive.equation),
-    "Mish": lambda primitive, name, args: mish(*args),
     **CORRECTED,
     "Softmax": softmax,
     **dict.fromkeys(("SplitTensorView", "SplitWithSize", "SplitWithSizeView"), Tensor.split),

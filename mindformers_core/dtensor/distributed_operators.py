@@ -197,7 +197,7 @@ def _top(x, dims, context):
 
 def _softmax(_, args, context):
     _, exponentials, total = _shifted(args, context)
-    return exponentials / ops.maximum(total, 0.5)  # at least 1, or 0 where all is masked: then 0, as on one card
+    return exponentials / total  # NaN where all is -inf, as for rows that are whole
 
 
 def _log_softmax(_, args, context):
