@@ -54,8 +54,7 @@ class ClipByGlobalNorm(nn.Cell):
                 gradient = gradient if gradient.dtype == float64 else ops.cast(gradient, float32)
                 squares = squares + ops.square(gradient).sum()
             total = total + self.sums[index](squares)
-        norm = ops.sqrt(self.sum_of_all(total))
-        return norm
+        return ops.sqrt(self.sum_of_all(total))
 
     def clipped(self, gradients, norm):
         """The gradients, scaled for their joint `norm`."""
