@@ -87,7 +87,7 @@ class _ChooseProgram(PrimitiveWithInfer):
             return _NOT_A_SHAPE
         if program.source.kept:
             _state()["refused"] = True
-            raise RuntimeError(_kept_error(program))
+            raise RuntimeError(kept_error(*program.source.kept[0], "the function is compiled (PyNative would keep it)"))
         return {"dtype": None, "shape": None, "value": program.name}
 
 
@@ -104,12 +104,11 @@ def _eager_error(tree, path):
     )
 
 
-def _kept_error(program):
-    """The error message for a Cell that keeps tensors in attributes, in a graph."""
-    frame, kept = program.source.kept[0]
+def kept_error(frame, kept, why):
+    """The error message for a Cell that keeps tensors in attributes, where they would have no gradient."""
     return (
-        f"{frame.graph.label} keeps a tensor in its attribute '{kept.name}', at {kept.source}, and in a compiled "
-        "function it has no gradient: return the tensor, or run in PyNative (recipe: context.mode: 1)"
+        f"{frame.graph.label} keeps a tensor in its attribute '{kept.name}', at {kept.source}, and {why}, so that it "
+        "would have no gradient: return the tensor"
     )
 
 
