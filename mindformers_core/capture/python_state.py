@@ -120,8 +120,7 @@ class PythonReads:
         error: function that makes an error of a text.
 
     Attributes:
-        asked: (id of a Cell, name) of the attributes that were read, or written.
-        written: (id of a Cell, name) -> the Cell, of those that were written.
+        asked: (id of a Cell, name) of the attributes that were read or written -> of those written, the Cell.
     """
 
     def __init__(self, running, error):
@@ -129,7 +128,7 @@ class PythonReads:
         self._spaces = {}  # id of a holder of names -> (holder, its `get`, {name: (value, Read)})
         self._contents = {}  # id of a container -> (container, contents, Read)
         self._objects = {}  # id -> (object whose attributes code may read, its description)
-        self.asked, self.written, self._codes, self._names = set(), {}, set(), {}
+        self.asked, self._codes, self._names = {}, set(), {}
 
     def profile(self, frame, event, called):
         """For `sys.setprofile`: what code runs, and which of its calls give another result each time."""
@@ -155,7 +154,7 @@ class PythonReads:
 
     def attribute(self, cell, name, attributes):
         """A Cell is asked for an attribute, first time; `attributes`: those that it has outside of the capture."""
-        self.asked.add((id(cell), name))
+        self.asked[id(cell), name] = None
         read, get = Read(self._running(), sys._getframe(2).f_code, name, f"self.{name}"), vars(cell).get
         if name in attributes:
             if any(type(leaf) is DTensor for leaf in tree_leaves(attributes[name], Tensor)):
@@ -185,11 +184,6 @@ class PythonReads:
             yield
         finally:
             sys.setprofile(None)
-
-    def set_attribute(self, cell, name):
-        """An attribute of a Cell is set: what is read later is of this call."""
-        self.asked.add((id(cell), name))
-        self.written[id(cell), name] = cell
 
     def finish(self, writes):
         """The `PythonState`; `writes` as there."""
@@ -261,7 +255,7 @@ class PythonReads:
         own = getattr(one, "__dict__", None)
         is_object = not isinstance(one, (type, ModuleType))
         if is_object and own and (id(one), "") not in self.asked and _reads_by_name(type(one), self._names):
-            self.asked.add((id(one), ""))
+            self.asked[id(one), ""] = None
             names = {**dict.fromkeys(own, next(iter(self._names.values()))), **names}
         get = partial(getattr, one) if own is None else own.get
         for name, code in names.items():
