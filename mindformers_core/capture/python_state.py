@@ -254,8 +254,7 @@ class PythonReads:
         """Read the attributes of an object, class or module that have these names."""
         own = getattr(one, "__dict__", None)
         is_object = not isinstance(one, (type, ModuleType))
-        if is_object and own and (id(one), "") not in self.asked and _reads_by_name(type(one), self._names):
-            self.asked[id(one), ""] = None
+        if is_object and own and _reads_by_name(type(one), self._names):
             names = {**dict.fromkeys(own, next(iter(self._names.values()))), **names}
         get = partial(getattr, one) if own is None else own.get
         for name, code in names.items():

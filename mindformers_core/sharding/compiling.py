@@ -204,18 +204,16 @@ def jit(function=None, **options):
 
 def _replay_writes(programs):
     """Set the attributes that a call leaves; `programs`: pairs (tree, program) of a compiled function that has run."""
-    leaving = [program.state for _, program in programs if program.state.writes]
+    leaving = [program.state.writes[0] for _, program in programs if program.state.writes]
     if len(leaving) > 1:
-        cell, name, _ = leaving[0].writes[0]
+        cell, name, _ = leaving[0]
         raise ValueError(
             f"construct sets attribute '{name}' of a {type(cell).__name__}, and the compiled function has several "
             "programs, for inputs of several shapes, of which it isn't known which one has run: return the value, or "
             "run in PyNative"
         )
-    for state in leaving:
-        state.replay()
     for tree, program in programs:
-        tree.count_run(program)
+        tree.finish_run(program)
 
 
 @contextmanager

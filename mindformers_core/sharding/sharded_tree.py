@@ -185,8 +185,7 @@ class ShardedTree:
             try:
                 with replaced(self, running=program.name), self.storage.call_scope(), self.activations.calling():
                     result = program.wrapped(call(*args, **kwargs))
-                    program.state.replay()
-                    self.count_run(program)
+                    self.finish_run(program)
                 return self.storage.cast_outputs(result) if path == "" else result
             except (ValueError, TypeError, IndexError, RuntimeError) as error:
                 raise located(error, self.label(path)) from error.__cause__
@@ -230,8 +229,9 @@ class ShardedTree:
                 return program
         return None
 
-    def count_run(self, program):
-        """A call has run: what it read may be new at each call only if nothing else runs in between."""
+    def finish_run(self, program):
+        """Set what a call leaves in attributes, and count the call for `_check_changes`."""
+        program.state.replay()
         self._runs[program.signature] = self._runs.get(program.signature, 0) + 1
 
     def _check_changes(self, key):
