@@ -148,21 +148,26 @@ def _captured(cell, inputs, named_inputs):
         def plain(leaf):
             return recorder.values_of(leaf, "an attribute") if type(leaf) is Traced else leaf
 
-        written = [(cell, name, vars(cell).get(name)) for (_, name), cell in recorder.reads.written.items()]
+        asked = recorder.reads.asked.items()
+        written = [(cell, name, vars(cell).get(name)) for (_, name), cell in asked if cell is not None]
         writes = [(*where, tree_map(plain, value)) for *where, value in written if not computed_in(value)]
         state = recorder.reads.finish(writes)
     return recorder, state
 
 
 class CapturedTree:
-    """The names of the Cells and Parameters of a tree, and the swap of its tensors and classes for traced ones."""
+    """The names of the Cells and Parameters of a tree, and the swap of its tensors and classes for traced ones.
+
+    Attributes:
+        before: id of a Cell -> the attributes that it has outside of the capture.
+    """
 
     def __init__(self, root):
         cells = dict(root.cells_and_names())
         self._cells = {id(cell): (cell, path, type(cell)) for path, cell in cells.items()}
         self._parameters = {id(parameter): path for path, parameter in root.parameters_and_names()}
         self._local_paths = {id(cell): _paths_from(cell) for cell in cells.values()}
-        self._stand_ins, self._copies, self._before = {}, [], {}
+        self._stand_ins, self._copies, self.before = {}, [], {}
         self._casts = {id(cell): _CASTS.get(cell.__dict__["mixed_precision_type"]) for cell in cells.values()}
 
     def cast_of(self, cell):
@@ -189,7 +194,7 @@ class CapturedTree:
     def traced(self, recorder):
         """While open, parameters and tensors that Cells keep are traced ones, and calls of Cells go to the recorder."""
         before = [(cell, kind, dict(cell.__dict__)) for cell, _, kind in self._cells.values()]
-        self._before = {id(cell): attributes for cell, _, attributes in before}
+        self.before = {id(cell): attributes for cell, _, attributes in before}
         try:
             for cell, kind, attributes in before:
                 for name, value in attributes.items():
@@ -206,10 +211,6 @@ class CapturedTree:
                 cell.__class__ = kind
                 cell.__dict__.clear()
                 cell.__dict__.update(attributes)
-
-    def before(self, cell):
-        """The attributes that a Cell has outside of the capture."""
-        return self._before[id(cell)]
 
     def check_copies(self, recorder):
         """Raise an error where `construct` has changed a list or dict with tensors, of which there is a copy now."""
@@ -257,7 +258,7 @@ class _CapturedCell:
         if name not in _UNREAD:
             recorder = object.__getattribute__(self, "__dict__")["_recorder"]
             if (id(self), name) not in recorder.reads.asked and recorder.open_calls:
-                recorder.reads.attribute(self, name, recorder.tree.before(self))
+                recorder.reads.attribute(self, name, recorder.tree.before[id(self)])
         return super().__getattribute__(name)
 
     def __setattr__(self, name, value):
@@ -267,7 +268,7 @@ class _CapturedCell:
             super().__setattr__(name, value)
             if name not in _UNREAD:
                 recorder = self.__dict__["_recorder"]
-                recorder.reads.set_attribute(self, name)
+                recorder.reads.asked[id(self), name] = self  # what is read later is of this call
                 recorder.open_calls[-1].set_attributes[id(self), name] = self, value, call_site()[0]
         elif value is not held:
             held.overwrite(value)

@@ -18,8 +18,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache, partial
 from itertools import repeat
-from operator import is_
-from types import CodeType, FunctionType, MappingProxyType, MethodType, ModuleType, SimpleNamespace
+from operator import attrgetter, is_
+from types import CellType, CodeType, FunctionType, MappingProxyType, MethodType, ModuleType, SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -32,7 +32,18 @@ from mindformers_core.program.structure import tree_leaves, tree_map
 _MISSING = type("missing", (), {})
 _TABLES = ("_params", "_buffers", "_cells", "_params_list")  # of a Cell, where other attributes are
 _DICTS = (dict, MappingProxyType, UserDict, ChainMap)
-_CONTAINERS = (*_DICTS, list, set, deque, UserList, array, bytearray, np.ndarray)
+_FIXED = (tuple, frozenset, partial, MethodType)
+_PARTS = (  # kinds, and function that gives what such a one consists of
+    (_DICTS, lambda one: (len(one), *one, *one.values())),
+    ((list, set, deque, UserList, array, bytearray, tuple, frozenset), lambda one: (len(one), *one)),
+    (np.ndarray, lambda one: (one.tobytes(), one.shape, one.dtype.str)),
+    (partial, attrgetter("func", "args", "keywords")),
+    (MethodType, attrgetter("__self__", "__func__")),
+    (FunctionType, lambda one: (one.__dict__, one.__defaults__, one.__kwdefaults__, *(one.__closure__ or ()))),
+    (CellType, lambda one: _held_by(one)),
+    (ContextVar, lambda one: (one.get(_MISSING),)),
+    (type(os.environ), lambda one: (one._data,)),
+)
 _GENERATORS = (random.Random, np.random.RandomState, np.random.Generator)
 _GLOBAL_GENERATORS = (random.random.__self__, np.random.rand.__self__)
 _CHANGING = frozenset(  # functions of C that give another result at every call
@@ -109,8 +120,7 @@ class PythonReads:
         error: function that makes an error of a text.
 
     Attributes:
-        asked: (id of a Cell, name) of the attributes that were read, or written.
-        written: (id of a Cell, name) -> the Cell, of those that were written.
+        asked: (id of a Cell, name) of the attributes that were read or written -> of those written, the Cell.
     """
 
     def __init__(self, running, error):
@@ -118,7 +128,7 @@ class PythonReads:
         self._spaces = {}  # id of a holder of names -> (holder, its `get`, {name: (value, Read)})
         self._contents = {}  # id of a container -> (container, contents, Read)
         self._objects = {}  # id -> (object whose attributes code may read, its description)
-        self.asked, self.written, self._codes, self._names = set(), {}, set(), {}
+        self.asked, self._codes, self._names = {}, set(), {}
         self._inner = set()  # code of functions that are made by code that has run
 
     def profile(self, frame, event, called):
@@ -145,7 +155,7 @@ class PythonReads:
 
     def attribute(self, cell, name, attributes):
         """A Cell is asked for an attribute, first time; `attributes`: those that it has outside of the capture."""
-        self.asked.add((id(cell), name))
+        self.asked[id(cell), name] = None
         read, get = Read(self._running(), sys._getframe(2).f_code, name, f"self.{name}"), vars(cell).get
         if name in attributes:
             if any(type(leaf) is DTensor for leaf in tree_leaves(attributes[name], Tensor)):
@@ -176,11 +186,6 @@ class PythonReads:
         finally:
             sys.setprofile(None)
 
-    def set_attribute(self, cell, name):
-        """An attribute of a Cell is set: what is read later is of this call."""
-        self.asked.add((id(cell), name))
-        self.written[id(cell), name] = cell
-
     def finish(self, writes):
         """The `PythonState`; `writes` as there."""
         holders = [one for one, _, _ in self._contents.values() if isinstance(one, (list, deque, dict))]
@@ -193,7 +198,7 @@ class PythonReads:
             (partial(map, get, tuple(entries), repeat(_MISSING)), *zip(*entries.values()))
             for _, get, entries in self._spaces.values()
         ]
-        groups += [(partial(_contents, one), seen, repeat(read)) for one, seen, read in self._contents.values()]
+        groups += [(partial(_parts, one), seen, repeat(read)) for one, seen, read in self._contents.values()]
         return PythonState(tuple(groups), tuple(writes))
 
     def _enter(self, frame):
@@ -223,35 +228,19 @@ class PythonReads:
         """Read what a value consists of, as far as code names it."""
         if id(value) in self._objects or isinstance(value, (Tensor, LeftBehind)):
             return
-        if isinstance(value, _CONTAINERS):
-            self._consider_container(value, read)
-        elif isinstance(value, (tuple, frozenset)):
-            for entry in value:
+        parts = _parts(value)
+        if parts is not None and id(value) not in self._contents:
+            if not isinstance(value, _FIXED):
+                self._contents[id(value)] = value, parts, read
+            for entry in parts:
                 self.consider(entry, read)
-        elif isinstance(value, partial):
-            self.consider((value.func, value.args, value.keywords), read)
-        elif isinstance(value, MethodType):
-            self.consider((value.__self__, value.__func__), read)
-        elif isinstance(value, FunctionType):
-            self._consider_function(value, read)
         elif isinstance(value, _GENERATORS):
             self._objects[id(value)] = value, read.what
-        elif type(value).__name__ == "_Environ":
-            self._consider_container(value._data, read)
-        elif not isinstance(value, nn.Cell) or "_recorder" not in vars(value):
+        elif parts is None and (not isinstance(value, nn.Cell) or "_recorder" not in vars(value)):
             self._consider_object(value, read)
 
-    def _consider_function(self, function, read):
-        if _is_users(function.__code__.co_filename):
-            self._objects[id(function)] = function, read.what
-            for cell in function.__closure__ or ():
-                self._read(cell, partial(_held_by, cell), "cell_contents", _held_by(cell), read)
-            self.consider((function.__defaults__, function.__kwdefaults__), read)
-
     def _consider_object(self, one, read):
-        """A class, a module, an object with attributes, or one that has another value later."""
-        if isinstance(one, ContextVar):
-            self._read(one, lambda _, missing: one.get(missing), "", one.get(_MISSING), read)
+        """A class, a module, or an object with attributes."""
         if isinstance(one, Iterator) and not hasattr(one, "__dict__"):
             raise self._error(f"{read.what} is {one!r}, which gives something else at every call: {CURES}")
         kind = one if isinstance(one, (type, ModuleType)) else type(one)
@@ -263,18 +252,11 @@ class PythonReads:
             for each in (kind,) if kind is not one else bases:
                 self.consider(each, read)
 
-    def _consider_container(self, one, read):
-        if id(one) not in self._contents:
-            self._contents[id(one)] = one, _contents(one), read
-            for entry in _contents(one):
-                self.consider(entry, read)
-
     def _attributes(self, one, what, names):
         """Read the attributes of an object, class or module that have these names."""
         own = getattr(one, "__dict__", None)
         is_object = not isinstance(one, (type, ModuleType))
-        if is_object and own and (id(one), "") not in self.asked and _reads_by_name(type(one), self._names):
-            self.asked.add((id(one), ""))
+        if is_object and own and _reads_by_name(type(one), self._names):
             names = {**dict.fromkeys(own, next(iter(self._names.values()))), **names}
         get = partial(getattr, one) if own is None else own.get
         for name, code in [*names.items()]:
@@ -298,41 +280,44 @@ def _reads_by_name(kind, names):
     return _is_users(_file_of(kind)) and (maps_names or not _SPELLED_OUT.isdisjoint(names))
 
 
-def _held_by(cell, *_):
-    """The value of a function's outer variable."""
+def _held_by(cell):
+    """The value of a function's outer variable, if it is set yet."""
     try:
-        return cell.cell_contents
-    except ValueError:  # not set yet
-        return _MISSING
+        return (cell.cell_contents,)
+    except ValueError:
+        return ()
 
 
-def _contents(one):
-    if isinstance(one, np.ndarray):
-        return (one.tobytes(), one.shape, one.dtype.str)
-    return (len(one), *one, *one.values()) if isinstance(one, _DICTS) else (len(one), *one)
+def _parts(one):
+    """What a value consists of; None for a class, module or other object."""
+    if isinstance(one, FunctionType) and not _is_users(one.__code__.co_filename):
+        return ()
+    function = _parts_of(type(one))
+    return function and function(one)
+
+
+@cache
+def _parts_of(kind):
+    return next((function for kinds, function in _PARTS if issubclass(kind, kinds)), None)
 
 
 def _same(now, then, depth=8):
     """Whether a value computes the same as another one; what a call has left isn't read by the next."""
     if isinstance(now, LeftBehind):
         return True
-    if now is then or type(now) is not type(then) or not depth:
+    if now is then or type(now) is not type(then) or not depth or isinstance(now, FunctionType):
         return now is then
     if isinstance(now, (int, str, bytes)):
         return now == then
-    if isinstance(now, (tuple, frozenset, *_CONTAINERS)):
-        pair = (now, then) if isinstance(now, (tuple, frozenset)) else (_contents(now), _contents(then))
-        return len(pair[0]) == len(pair[1]) and all(_same(*entries, depth - 1) for entries in zip(*pair))
-    if isinstance(now, MethodType):
-        return now.__func__ is then.__func__ and now.__self__ is then.__self__
     if isinstance(now, (float, complex, np.generic, slice)):
         return repr(now) == repr(then)
-    if isinstance(now, partial):
-        return _same((now.func, now.args, now.keywords), (then.func, then.args, then.keywords), depth - 1)
     # all of it is in `__dict__`
     is_data = hasattr(now, "__dict__") and type(now).__basicsize__ == SimpleNamespace.__basicsize__
-    is_data = is_data and not isinstance(now, (Tensor, nn.Cell, type, ModuleType, FunctionType))
-    return is_data and owner_of(_file_of(type(now))) == "user" and _same(vars(now), vars(then), depth - 1)
+    is_data = is_data and not isinstance(now, (Tensor, nn.Cell, type, ModuleType))
+    if is_data and owner_of(_file_of(type(now))) == "user":
+        now, then = vars(now), vars(then)
+    pair = _parts(now), _parts(then)
+    return pair[0] is not None and len(pair[0]) == len(pair[1]) and all(map(_same, *pair, repeat(depth - 1)))
 
 
 def _file_of(kind):

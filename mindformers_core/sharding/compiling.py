@@ -87,7 +87,7 @@ class _ChooseProgram(PrimitiveWithInfer):
             return _NOT_A_SHAPE
         if program.source.kept:
             _state()["refused"] = True
-            raise RuntimeError(_kept_error(program))
+            raise RuntimeError(kept_error(*program.source.kept[0], "the function is compiled (PyNative would keep it)"))
         return {"dtype": None, "shape": None, "value": program.name}
 
 
@@ -104,12 +104,11 @@ def _eager_error(tree, path):
     )
 
 
-def _kept_error(program):
-    """The error message for a Cell that keeps tensors in attributes, in a graph."""
-    frame, kept = program.source.kept[0]
+def kept_error(frame, kept, why):
+    """The error message for a Cell that keeps tensors in attributes, where they would have no gradient."""
     return (
-        f"{frame.graph.label} keeps a tensor in its attribute '{kept.name}', at {kept.source}, and in a compiled "
-        "function it has no gradient: return the tensor, or run in PyNative (recipe: context.mode: 1)"
+        f"{frame.graph.label} keeps a tensor in its attribute '{kept.name}', at {kept.source}, and {why}, so that it "
+        "would have no gradient: return the tensor"
     )
 
 
@@ -205,18 +204,16 @@ def jit(function=None, **options):
 
 def _replay_writes(programs):
     """Set the attributes that a call leaves; `programs`: pairs (tree, program) of a compiled function that has run."""
-    leaving = [program.state for _, program in programs if program.state.writes]
+    leaving = [program.state.writes[0] for _, program in programs if program.state.writes]
     if len(leaving) > 1:
-        cell, name, _ = leaving[0].writes[0]
+        cell, name, _ = leaving[0]
         raise ValueError(
             f"construct sets attribute '{name}' of a {type(cell).__name__}, and the compiled function has several "
             "programs, for inputs of several shapes, of which it isn't known which one has run: return the value, or "
             "run in PyNative"
         )
-    for state in leaving:
-        state.replay()
     for tree, program in programs:
-        tree.count_run(program)
+        tree.finish_run(program)
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from mindformers_core.propagation.propagate import propagate
 from mindformers_core.propagation.saved import load_plan
 from mindformers_core.scopes import errors_at
 from mindformers_core.sharding.collective_places import collective_places
+from mindformers_core.sharding.compiling import kept_error
 from mindformers_core.sharding.sharded_cells import tree_and_path
 
 _LOG = logging.getLogger("mindformers_core")
@@ -170,10 +171,7 @@ def _check_kept(tree, path, entries):
         again = [tree.label(at) for at, cell in around if cell._recompute_cell]
         if again or tree.compiling:
             why = f"{again[0]} is recomputed" if again else "the Cells of this step are compiled one by one"
-            raise ValueError(
-                f"{frame.graph.label} keeps a tensor in its attribute '{kept.name}', at {kept.source}, and {why}, so "
-                "that it would have no gradient: return the tensor"
-            )
+            raise ValueError(kept_error(frame, kept, why))
 
 
 def annotated_plan(tree, path, args, kwargs, saved_plan=None, states=None):

@@ -74,12 +74,12 @@ class ShardedTree:
         self._versions = 0  # number of changes that invalidate programs: Cells, Cells marked as eager
         self._compared = set()  # signatures of the calls whose inputs were compared among ranks
         self._sharded_classes = WeakValueDictionary()  # arguments of `sharded_class` -> the class
-        self._enter_cells(root, {})
+        self._enter_cells(root)
 
-    def _enter_cells(self, root, classes):
-        """Enter the Cells that there are; `classes`: id of a Cell -> class of the user, of those known before."""
+    def _enter_cells(self, root):
+        """Enter the Cells that there are, of the classes of the user."""
         self.cells = dict(root.cells_and_names())
-        self.classes = {path: classes.get(id(cell), type(cell)) for path, cell in self.cells.items()}
+        self.classes = {path: type(cell) for path, cell in self.cells.items()}
         self.parameter_layouts = {path: parameter.layout for path, parameter in root.parameters_and_names()}
         self.boundaries = {path: Boundary(self, path) for path in self.cells}
         self._unchanged = _with_own_gradient(self.classes)
@@ -111,9 +111,9 @@ class ShardedTree:
             ValueError: one has Parameters without a layout, or the tree is under `hsdp()`, `recompute()` or `swap()`.
         """
         root = self.cells[""]
-        cells = dict(root.cells_and_names()), self.cells  # without those of MindSpore, as recompute() adds
-        found, known = ({path: each[path] for path in each if "._" not in f".{path}"} for each in cells)
-        changed = [path for path in {**found, **known} if found.get(path) is not known.get(path)]
+        found = dict(root.cells_and_names())
+        changed = [path for path in {**found, **self.cells} if found.get(path) is not self.cells.get(path)]
+        changed = [path for path in changed if "._" not in f".{path}"]  # of MindSpore's own, as recompute() adds
         if not changed:
             return
         for path in filter(found.__contains__, changed):
@@ -124,15 +124,12 @@ class ShardedTree:
                 "recompute() or swap(): build the model before"
             )
         self.forget_programs()
-        places = {id(cell): path for path, cell in self.cells.items()}
-        classes = {number: self.classes[path] for number, path in places.items()}
-        for cell in self.cells.values():
-            cell.__class__ = classes[id(cell)]
-            del cell.__dict__["_sharding"]
-        stays = {places[id(cell)]: path for path, cell in found.items() if id(cell) in places}
+        places = {id(cell): path for path, cell in found.items()}
+        stays = {path: places[id(cell)] for path, cell in self.cells.items() if id(cell) in places}
         self.declarations = {stays[path]: each for path, each in self.declarations.items() if path in stays}
         self.eager = {stays[path] for path in self.eager if path in stays}
-        self._enter_cells(root, classes)
+        with self.as_written():
+            self._enter_cells(root)
 
     def _set_class(self, path):
         """Give a Cell the class for its mode and its programs."""
@@ -188,8 +185,7 @@ class ShardedTree:
             try:
                 with replaced(self, running=program.name), self.storage.call_scope(), self.activations.calling():
                     result = program.wrapped(call(*args, **kwargs))
-                    program.state.replay()
-                    self.count_run(program)
+                    self.finish_run(program)
                 return self.storage.cast_outputs(result) if path == "" else result
             except (ValueError, TypeError, IndexError, RuntimeError) as error:
                 raise located(error, self.label(path)) from error.__cause__
@@ -233,8 +229,9 @@ class ShardedTree:
                 return program
         return None
 
-    def count_run(self, program):
-        """A call has run: what it read may be new at each call only if nothing else runs in between."""
+    def finish_run(self, program):
+        """Set what a call leaves in attributes, and count the call for `_check_changes`."""
+        program.state.replay()
         self._runs[program.signature] = self._runs.get(program.signature, 0) + 1
 
     def _check_changes(self, key):
