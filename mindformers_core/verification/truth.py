@@ -1,5 +1,6 @@
 """The program of one card: captured graphs, interpreted on whole tensors, with the gradient of every value."""
 
+import re
 from collections import Counter
 from functools import cached_property, partial
 
@@ -17,7 +18,7 @@ from mindformers_core.program.structure import Value, tree_leaves, tree_map
 from mindformers_core.scopes import errors_at
 from mindformers_core.verification.comparison import largest
 from mindformers_core.verification.drawing import begin_draws, draw_of
-from mindformers_core.verification.rounding import changed
+from mindformers_core.verification.rounding import factors
 
 _KNOWN = "mindformers_core.verify"
 _FLOATS = ("float16", "bfloat16", "float32")
@@ -33,9 +34,7 @@ def widened_text(text, dtype):
     text = text.replace(
         "mindformers_core.dtensor.dropout import next_r", "mindformers_core.verification.drawing import next_r"
     )
-    for name in _FLOATS:
-        text = text.replace(f"ms.{name}", f"ms.{dtype}")
-    return text.replace("ms.complex64", f"ms.{widened('complex64', dtype)}")
+    return re.sub(r"ms\.(b?float16|float32|complex64)", lambda found: f"ms.{widened(found[1], dtype)}", text)
 
 
 def _without_gradient(leaf):
@@ -48,6 +47,18 @@ def floating(structure):
     return tuple(leaf for leaf in tree_leaves(structure, Tensor) if is_float(dtype_name(leaf.dtype)))
 
 
+def differentiated(cell, args, kwargs, slopes, weights):
+    """This rank's parts of a call's floating results, and the gradients of weights: two sequences of Tensors.
+
+    `slopes` is a function of the results that returns their gradients, an iterable of arrays.
+    """
+    tape, results, inputs = ThreadTape(), [], floating((args, kwargs))
+    tape.record(lambda *_: results.extend(floating(cell(*args, **kwargs))), inputs)
+    local = [getattr(result, "_local", result) for result in results]
+    sens = [Tensor(slope, each.dtype) for slope, each in zip(slopes(results), local, strict=True)]
+    return local, tape.gradients(inputs, local, sens, weights)[1]
+
+
 def is_known(tensor):
     """Whether this was asked of a tensor before."""
     before = tensor._get_user_data(_KNOWN)
@@ -56,13 +67,14 @@ def is_known(tensor):
 
 
 class OneCard:
-    """The stages of a model on one card.
+    """The stages of a model on one card, after all passes.
 
     Args:
         graphs: number of a stage -> its `CellGraph`, in order.
         parameters: path -> array with the global values.
         dtype: name of the dtype of all floating tensors, whatever their dtypes in the graphs.
         divisor: of the sum of all passes' gradients.
+        passes: the arguments of `run` for every pass.
         noise: function of the dtype's name of a Parameter or result in the model, and of the operator, None for a
             Parameter: the relative size of the changes that are made to it; see `rounding`. Default: none.
 
@@ -75,24 +87,20 @@ class OneCard:
         written: label -> path -> array: the parameters that the pass wrote, after it.
     """
 
-    def __init__(self, graphs, parameters, dtype, divisor, noise=None):
+    def __init__(self, graphs, parameters, dtype, divisor, passes, noise=lambda *_: 0.0):
         self.graphs, self.dtype, self.divisor, self._noise = graphs, dtype, divisor, noise
         self._draw = np.random.default_rng(0)
         uses = [use for graph in graphs.values() for use in graph.uses.parameters.values()]
         trained = {use.path for use in uses if use.trainable and is_float(use.value.dtype)}
         stages = Counter(use.path for use in uses)
-        self.parameters = {
-            path: Parameter(
-                self._noisy(self._tensor(parameters[path]), parameters[path].dtype.name),
-                name=path,
-                requires_grad=path in trained,
-            )
-            for path in stages
-        }
+        given = ((path, self._noisy(self._tensor(parameters[path]), parameters[path].dtype.name)) for path in stages)
+        self.parameters = {path: Parameter(one, name=path, requires_grad=path in trained) for path, one in given}
         self.values, self.gradients, self.weight_gradients, self.outputs, self.written = {}, {}, {}, {}, {}
         self.trained = [path for path in stages if path in trained]
         self.tied = {path for path, count in stages.items() if count > 1}
         self._functions, self._largest = {}, {}  # id of a node, or its source -> function; (what, label) -> size
+        for each in passes:
+            self.run(*each)
 
     def run(self, label, args, kwargs, slopes):
         """One pass through all stages, forward and backward.
@@ -170,9 +178,8 @@ class OneCard:
 
     def _noisy(self, tensor, dtype, operator=None):
         """A tensor of a dtype of the model, and its gradient, changed by `noise`."""
-        eps = self._noise(dtype, operator) if self._noise and isinstance(tensor, Tensor) and is_float(dtype) else 0.0
-        factors = changed(np.ones(tensor.shape, self.dtype), eps, self._draw) if eps else None
-        return tensor if factors is None else tensor * Tensor(factors)
+        eps = self._noise(dtype, operator) if isinstance(tensor, Tensor) and is_float(dtype) else 0.0
+        return tensor * Tensor(factors(tensor.shape, eps, self._draw).astype(self.dtype)) if eps else tensor
 
     def _function(self, node, args, kwargs, tensors):
         """The function of tensors with the ids `tensors` that calls an operator."""
