@@ -15,6 +15,7 @@ from mindformers_core.communication.simulated import SimulatedRanks
 from mindformers_core.communication.world import process_state
 from mindformers_core.dtensor.corrected import CORRECTED
 from mindformers_core.dtensor.move import dtype_name
+from mindformers_core.hints import listed
 from mindformers_core.operators.registry import facts_of
 from mindformers_core.operators.signature import is_float
 from mindformers_core.passes.thread_tape import custom_gradients
@@ -246,8 +247,7 @@ def _buckets(cells):
         storage = tree_of(net).storage
         for number, bucket in enumerate(getattr(storage, "reduces", ())):
             names = [storage.parameters[member].plan.path for member in bucket.members]
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            text = f"{bucket.kind} number {number} of {len(storage.reduces)}, of {', '.join(names[:3])}{more}"
+            text = f"{bucket.kind} number {number} of {len(storage.reduces)}, of {listed(names, 3, ', ')}"
             found.update(dict.fromkeys(names, text))
     return found
 
