@@ -161,20 +161,18 @@ class OneCard:
         tensor = Tensor(constant.array, getattr(ms, constant.value.dtype.replace("bool", "bool_")))
         return tensor.astype(getattr(ms, self.dtype)) if constant.value.dtype in _FLOATS else tensor
 
-    def function(self, node, args, kwargs):
-        """The function of the tensors among the arguments that calls an operator, by the operator's source."""
-        draw = draw_of(node, self.dtype)
-        if draw is not None:
-            return self._with_noise(draw(args, kwargs), node)
+    def results(self, node, args, kwargs):
+        """The results of an operator, changed by `noise`."""
+        draw, values = draw_of(node, self.dtype), iter(tree_leaves(node.outputs, object))
+        result = self._called(node, args, kwargs) if draw is None else draw(args, kwargs)
+        return tree_map(lambda leaf: self._noisy(leaf, getattr(next(values), "dtype", ""), node.operator), result)
+
+    def _called(self, node, args, kwargs):
+        """The results of an operator's source."""
         tensors = {id(tensor): tensor for tensor in tree_leaves((args, kwargs), Tensor)}
         if id(node) not in self._functions:  # the graphs keep their nodes
             self._functions[id(node)] = self._function(node, args, kwargs, list(tensors))
-        return self._with_noise(tree_map(_without_gradient, self._functions[id(node)](*tensors.values())), node)
-
-    def _with_noise(self, result, node):
-        """An operator's results, changed by `noise`."""
-        values = iter(tree_leaves(node.outputs, object))
-        return tree_map(lambda leaf: self._noisy(leaf, getattr(next(values), "dtype", ""), node.operator), result)
+        return tree_map(_without_gradient, self._functions[id(node)](*tensors.values()))
 
     def _noisy(self, tensor, dtype, operator=None):
         """A tensor of a dtype of the model, and its gradient, changed by `noise`."""
@@ -247,7 +245,7 @@ class _Pass:
                 result = self.written[graph.names[node.args[0].id]] = filled(node.args[1])
             else:
                 with errors_at(f"in {graph.label}, {node.source}, operator '{node.operator}': ", kinds=(RuntimeError,)):
-                    result = self.card.function(node, filled(node.args), filled(node.kwargs))
+                    result = self.card.results(node, filled(node.args), filled(node.kwargs))
             self._match(graph.call, node.outputs, result)
         return filled(graph.result)
 

@@ -85,12 +85,7 @@ def verify(net, mesh, *inputs, config=None, plan=None, seed=0, **named_inputs):
 class _Call:
     """A call of a Cell on all ranks of a mesh, a subject of `simulate`; arguments as of `verify`, with arrays."""
 
-    divisor, device_target, notes = 1, None, ()
-
-    @property
-    def goes_on(self):
-        """See `simulate`: only `hsdp()` keeps a state from step to step."""
-        return self.settings is not None
+    divisor, device_target, notes, goes_on = 1, None, (), False
 
     def __init__(self, net, mesh, config, plan, seed, args, kwargs):
         self.mesh, self.seed, self.args, self.kwargs = mesh, seed, args, kwargs
@@ -109,6 +104,7 @@ class _Call:
                 for path, parameter in self.model.parameters_and_names():
                     parameter.set_data(Tensor(self.parameters[path]))
         if self.settings is not None:
+            self.goes_on = True  # only `hsdp()` keeps a state from step to step
             steps = self.settings.accumulate_grad_step
             self.divisor = steps * (self.settings.group_size if self.settings.gradients_mean else 1)
             if self.settings.precision != MixedPrecision():
