@@ -40,6 +40,12 @@ def first_of(entries, most=8):
     return ", ".join(map(str, entries[:most])) + ", …" * (len(entries) > most)
 
 
+def listed(texts, most, separator="; "):
+    """The first of several texts, without repetitions, and how many more there are."""
+    texts = list(dict.fromkeys(texts))
+    return separator.join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")
+
+
 def install_hint(extra):
     """How to install the packages of one of our extras; the package itself is in no index."""
     return f"pip install -e '{Path(__file__).parents[1]}[{extra}]'"

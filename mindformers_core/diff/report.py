@@ -7,7 +7,9 @@ import numpy as np
 from mindformers_core.diff.digests import PROJECTIONS, distance, norm_of
 from mindformers_core.diff.runs import holders
 from mindformers_core.diff.tolerance import FACTOR, GROWTH, inputs_of
-from mindformers_core.hints import first_of
+from mindformers_core.hints import first_of, listed
+
+_SHOWN = 4  # tensors
 
 
 def report(parting):
@@ -23,7 +25,7 @@ def _lines(parting):
         source = f"{FACTOR:g} x the difference of a run with perturbed weights"
     steps, compared, alone = parting.steps, list(parting.last.values()), []
     for label, keys in parting.only.items():
-        cells = _some([parting.facts[key[2]]["cell"] or key[2] for key in keys], 3)
+        cells = listed([parting.facts[key[2]]["cell"] or key[2] for key in keys], 3)
         alone += [f"{len(keys):,} of {label} ({cells})"] if keys else []
     if parting.first is None:
         shown = f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
@@ -53,7 +55,7 @@ def _about_first(parting, source):
         yield f"  tensor      {name}"
     if is_gradient:
         used = [f"{facts[each]['cell']} {_operator(facts[each])}" for each in about["consumers"]]
-        yield f"  used by     {_some(used) or 'nothing that is recorded'}"
+        yield f"  used by     {listed(used, _SHOWN) or 'nothing that is recorded'}"
     again = ", computed again in the backward pass" if copy.again else ""
     yield f"  in {first.run}        {_ranks(first)}, layout {copy.layout}{again}"
     if copy.moved:
@@ -67,11 +69,11 @@ def _about_first(parting, source):
         + ("differs" if each.differs else f"{each.relative:.1g}, agrees")
         for each in inputs
     ]
-    yield f"  inputs      {_some(agreements) or 'none that is recorded'}"
+    yield f"  inputs      {listed(agreements, _SHOWN) or 'none that is recorded'}"
     for run in () if copy.moved else "AB":
         moved = [copy.moved for each in inputs for copy in each.copies[run] if copy.moved]
         if moved:
-            yield f"  before it   in {run}: {_some(moved, 2)}"
+            yield f"  before it   in {run}: {listed(moved, 2)}"
 
 
 def _ranks(first):
@@ -94,11 +96,6 @@ def _operator(about):
     if file and file.startswith(os.getcwd() + os.sep):
         file = os.path.relpath(file)
     return f"{about['operator']}, {file}" if file else about["operator"]
-
-
-def _some(texts, count=4):
-    texts = list(dict.fromkeys(texts))
-    return "; ".join(texts[:count]) + (f"; and {len(texts) - count} more" if len(texts) > count else "")
 
 
 def _statistics(values):

@@ -7,17 +7,18 @@ from mindformers_core.communication.simulated import SimulatedRanks
 from mindformers_core.communication.world import rank_of, world
 from mindformers_core.hints import first_of
 from mindformers_core.operators import TensorMeta
-from mindformers_core.passes.thread_tape import ThreadTape, custom_gradients
+from mindformers_core.passes.thread_tape import custom_gradients
 from mindformers_core.program.structure import tree_fill, tree_map
 from mindformers_core.sharding.declare import copy_cell, eager_cells
 from mindformers_core.sharding.initialize import materialize
+from mindformers_core.sharding.parameter_storage import as_computed
 from mindformers_core.sharding.program import bind_arguments
 from mindformers_core.sharding.replicas import check_result
 from mindformers_core.sharding.shard import shard
 from mindformers_core.sharding.sharded_cells import tree_of
 from mindformers_core.verification.checking import PRECISIONS, Check
 from mindformers_core.verification.comparison import close, largest
-from mindformers_core.verification.truth import floating
+from mindformers_core.verification.truth import differentiated
 
 _LIMITS = 2**-10, 2**-14  # tolerance and rounding: both sides run in the model's dtypes
 
@@ -41,13 +42,10 @@ def verify_by_own_code(net, mesh, config, plan, seed, args, kwargs, by_hand):
     check = Check(mesh, {}, None, PRECISIONS["float32"], (note,))
 
     def work(rank):
-        cell, layouts = shard(copy_cell(net), mesh, config, plan, seed=seed), []
+        cell = shard(copy_cell(net), mesh, config, plan, seed=seed)
         for path in by_hand:
             tree_of(cell).mark_eager(path)
-        bound, arriving = bind_arguments(tree_of(cell), "", *given)
-        parts = (Tensor(_part(tensor.asnumpy(), layout)) for _, tensor, layout in arriving)
-        local = tree_fill((bound.args[1:], bound.kwargs), parts, TensorMeta)
-        results, gradients = _differentiated(cell, *local, layouts, seed)
+        layouts, results, gradients = _own_arrays(cell, *local_inputs(cell, given, rank), seed)
         places = [("result", f"number {place}", layout) for place, layout in enumerate(layouts)]
         places += [("gradient", path, p.layout) for path, p in cell.parameters_and_names() if p.requires_grad]
         for number, ((what, path, layout), array) in enumerate(zip(places, results + gradients, strict=True)):
@@ -67,7 +65,7 @@ def _on_one_card(net, given, seed):
     try:
         with rank_of(1, 0):
             again, expected = (
-                [(array, largest(group)) for group in _differentiated(net, *given, [], seed) for array in group]
+                [(array, largest(group)) for group in _own_arrays(net, *given, seed)[1:] for array in group]
                 for _ in range(2)
             )
     except Exception as error:  # code for several ranks, as a collective, or a method that only a DTensor has
@@ -80,18 +78,26 @@ def _on_one_card(net, given, seed):
     return expected, "with the model's own code, in its dtypes, where a local_map calls its function with whole tensors"
 
 
-def _differentiated(cell, args, kwargs, layouts, seed):
-    """Arrays of a Cell's floating results and of its weights' gradients, for random slopes; fills in `layouts`."""
-    tape, results, draw = ThreadTape(), [], np.random.default_rng(seed)
-    tape.record(lambda *_: results.extend(floating(cell(*args, **kwargs))), floating((args, kwargs)))
-    local = [getattr(result, "_local", result) for result in results]
-    layouts.extend(getattr(result, "layout", None) for result in results)
-    slopes = (_part(draw.standard_normal(each.shape), layout) for each, layout in zip(results, layouts))
-    sens = [Tensor(slope, each.dtype) for slope, each in zip(slopes, local)]
-    _, gradients = tape.gradients((), local, sens, cell.trainable_params())
-    return [each.asnumpy() for each in local], [each.asnumpy() for each in gradients]
+def _own_arrays(cell, args, kwargs, seed):
+    """Layouts and arrays of a Cell's floating results, and arrays of its weights' gradients, for random slopes."""
+    draw, layouts = np.random.default_rng(seed), []
+
+    def slopes(results):
+        layouts.extend(getattr(result, "layout", None) for result in results)
+        wholes = (draw.standard_normal(result.shape) for result in results)
+        return (part_of(whole, layout, world().rank) for whole, layout in zip(wholes, layouts))
+
+    groups = differentiated(cell, args, kwargs, slopes, cell.trainable_params())
+    return layouts, *([tensor.asnumpy() for tensor in group] for group in groups)
 
 
-def _part(array, layout):
-    """This rank's part of a global array; all of it without a layout."""
-    return array if layout is None else np.ascontiguousarray(array[layout.local_slices(array.shape, world().rank)])
+def local_inputs(cell, given, rank):
+    """A rank's part of the inputs `given`, `(args, kwargs)`, of a sharded Cell, in the dtypes to compute with."""
+    bound, arriving = bind_arguments(tree_of(cell), "", *given)
+    parts = (as_computed(Tensor(part_of(tensor.asnumpy(), layout, rank))) for _, tensor, layout in arriving)
+    return tree_fill((bound.args[1:], bound.kwargs), parts, TensorMeta)
+
+
+def part_of(array, layout, rank):
+    """A rank's part of a global array; all of it without a layout."""
+    return array if layout is None else np.array(array[layout.local_slices(array.shape, rank)])

@@ -3,6 +3,7 @@
 import gc
 import re
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from traceback import extract_tb
 
@@ -14,9 +15,10 @@ from mindformers_core.communication.simulated import SimulatedRanks
 from mindformers_core.communication.world import process_state
 from mindformers_core.dtensor.corrected import CORRECTED
 from mindformers_core.dtensor.move import dtype_name
+from mindformers_core.hints import listed
 from mindformers_core.operators.registry import facts_of
 from mindformers_core.operators.signature import is_float
-from mindformers_core.passes.thread_tape import ThreadTape, custom_gradients
+from mindformers_core.passes.thread_tape import custom_gradients
 from mindformers_core.program.graph import OperatorNode
 from mindformers_core.program.structure import tree_map
 from mindformers_core.scopes import replaced
@@ -26,7 +28,7 @@ from mindformers_core.verification.comparison import largest
 from mindformers_core.verification.observing import RankObserver
 from mindformers_core.verification.rounding import EPS, allowances
 from mindformers_core.verification.stepping import compare_step
-from mindformers_core.verification.truth import OneCard, floating
+from mindformers_core.verification.truth import OneCard, differentiated
 
 _OWN_CODE = 2**-10, 2**-14  # tolerance and rounding: the model's own code runs in float32
 _OWN_TERMS = 2**-7  # of the largest magnitude in a pass, whose rounding errors in float32 are left where terms cancel
@@ -108,12 +110,7 @@ def _simulated(subject, plans, precision, notes):
     for that of the dtypes in the model's own code, and for that of kernels in programs.
     """
     graphs = {stage: graph for (stage, _), (graph, _) in sorted(plans.items(), key=lambda entry: entry[0][0])}
-
-    def card(noise=None):
-        made = OneCard(graphs, subject.parameters, precision.dtype, subject.divisor, noise)
-        for each in subject.passes:
-            made.run(*each)
-        return made
+    card = partial(OneCard, graphs, subject.parameters, precision.dtype, subject.divisor, subject.passes)
 
     def of_kernel(_, operator):
         return EPS["float32" if operator in FLOAT32_KERNELS else precision.dtype]
@@ -175,9 +172,7 @@ def _compare_second_step(check, subject, ended):
         for path, (layout, part) in before.items():
             whole = parameters[path] = parameters[path].astype(part.dtype, copy=False)
             whole[layout.local_slices(whole.shape, rank)] = part
-    card = OneCard(check.truth.graphs, parameters, check.precision.dtype, subject.divisor)
-    for each in subject.passes:
-        card.run(*each)
+    card = OneCard(check.truth.graphs, parameters, check.precision.dtype, subject.divisor, subject.passes)
     scale = max(card.largest("gradient", label) for label in card.weight_gradients)
     for rank, (before, gradients) in enumerate(ended):
         for path, gradient in gradients.items():
@@ -224,18 +219,15 @@ def _not_in_place(*_, **__):
 def _own_results(subject, truth):
     """Triples (what, found, expected) of the user's own code in the first pass: three lists, of its results, gradients
     and written parameters, which are restored."""
-    label, args, kwargs, slopes = subject.passes[0]
-    weights = {path: weight for path, weight in subject.model.parameters_and_names() if path in truth.trained}
+    model, (label, args, kwargs, slopes) = subject.model, subject.passes[0]
+    weights = {path: weight for path, weight in model.parameters_and_names() if path in truth.trained}
     args, kwargs = tree_map(lambda leaf: Tensor(leaf) if isinstance(leaf, np.ndarray) else leaf, (args, kwargs))
-    inputs, tape, results = floating((args, kwargs)), ThreadTape(), []
-    written = {path: p for path, p in subject.model.parameters_and_names() if path in truth.written[label]}
+    written = {path: p for path, p in model.parameters_and_names() if path in truth.written[label]}
     before = {path: parameter.asnumpy().copy() for path, parameter in written.items()}
     expected, gradients = truth.outputs[label], truth.weight_gradients[label]
     try:
         with custom_gradients(), replaced(Tensor, **dict.fromkeys(_LEAVE_IT, _not_in_place)):
-            tape.record(lambda *_: results.extend(floating(subject.model(*args, **kwargs))), inputs)
-            sens = [Tensor(slope, result.dtype) for slope, result in zip(slopes(expected), results, strict=True)]
-            _, found = tape.gradients(inputs, results, sens, weights.values())
+            results, found = differentiated(model, args, kwargs, lambda _: slopes(expected), weights.values())
         after = {path: Tensor(parameter.asnumpy().copy()) for path, parameter in written.items()}
     finally:
         for path, array in before.items():
@@ -255,8 +247,7 @@ def _buckets(cells):
         storage = tree_of(net).storage
         for number, bucket in enumerate(getattr(storage, "reduces", ())):
             names = [storage.parameters[member].plan.path for member in bucket.members]
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            text = f"{bucket.kind} number {number} of {len(storage.reduces)}, of {', '.join(names[:3])}{more}"
+            text = f"{bucket.kind} number {number} of {len(storage.reduces)}, of {listed(names, 3, ', ')}"
             found.update(dict.fromkeys(names, text))
     return found
 

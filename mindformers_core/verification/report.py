@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mindformers_core.hints import any_layer, first_of
+from mindformers_core.hints import any_layer, first_of, listed
 from mindformers_core.program.graph import ParameterUse
 from mindformers_core.program.plan import CallPlan, Redistribution
 from mindformers_core.program.structure import tree_leaves
@@ -59,7 +59,7 @@ def _place_lines(fault, frames):
     """Where a tensor is produced, and, of a gradient, consumed."""
     _, _, seen, path, file = fault.at
     if seen is None:
-        used = f"  used by   {_listed(_users(path, np.shape(fault.value), frames))}"
+        used = f"  used by   {listed(map(_shown, _users(path, np.shape(fault.value), frames)), _SHOWN)}"
         return [f"  bucket    {file}"] if file else [used] if fault.what == "weight gradient" else []
     cell = f"  Cell      '{path}' ({seen.frame.graph.class_name.rpartition('.')[2]})"
     if isinstance(seen.entry, ParameterUse):
@@ -68,30 +68,23 @@ def _place_lines(fault, frames):
         return [cell, "  argument  as the Cell gets it"]
     made = f"{_shown(seen.entry)}; {_generated(seen, file)}"
     if fault.what == "gradient":
-        consumers = _listed(_consumers(seen.frame, seen.value, seen.layout, frames, path)) or "the caller"
-        return [cell, f"  made by   {made}", f"  used by   {consumers}: their gradients agree before"]
+        consumers = map(_shown, _consumers(seen.frame, seen.value, seen.layout, frames, path))
+        used = listed(consumers, _SHOWN) or "the caller"
+        return [cell, f"  made by   {made}", f"  used by   {used}: their gradients agree before"]
     inputs = "; ".join(f"{value.hint} {list(value.shape)} {layout}" for value, layout in seen.entry.consumed)
     return [cell, f"  operator  {made}", f"  inputs    {inputs}: all that were compared agree"]
-
-
-def _listed(entries):
-    """Some instructions, in a few words."""
-    shown = list(dict.fromkeys(map(_shown, entries)))
-    return "; ".join(shown[:_SHOWN]) + (f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else "")
 
 
 def _users(path, shape, frames):
     """The instructions that take a parameter; alike Cells share a `CellPlan`, which has the path in one of them."""
     uses = [(frame, use) for frame in frames for use in frame.graph.parameters]
-    of_layer = [(frame, use) for frame, use in uses if any_layer(use.path) == any_layer(path)]
-    exact = [(frame, use) for frame, use in of_layer if use.path == path]
-    alike = [
-        (frame, use)
-        for frame, use in uses
-        if use.local and f".{path}".endswith(f".{use.local}") and tuple(use.value.shape) == shape
-    ]
-    found = [_consumers(frame, use.value, frame.layouts[use.value.id]) for frame, use in exact or of_layer or alike]
-    return [entry for entries in found for entry in entries]
+    tests = (
+        lambda use: use.path == path,
+        lambda use: any_layer(use.path) == any_layer(path),
+        lambda use: use.local and f".{path}".endswith(f".{use.local}") and tuple(use.value.shape) == shape,
+    )
+    found = next(filter(None, ([pair for pair in uses if is_it(pair[1])] for is_it in tests)), ())
+    return [entry for frame, use in found for entry in _consumers(frame, use.value, frame.layouts[use.value.id])]
 
 
 def _shown(entry):

@@ -10,9 +10,9 @@ FACTOR = 12.0  # of two estimates of a distance: clean pairs reached 4.3, two pe
 _SPREAD = 2.0  # of two perturbed runs by FACTOR units, in each of which other elements pass a kink, as that of ReLU
 
 
-def changed(array, eps, draw):
-    """An array of floats with every element changed by FACTOR times `eps` of it, up or down, by a NumPy generator."""
-    return array * (1 + FACTOR * eps * draw.choice([-1, 1], array.shape)).astype(array.dtype)
+def factors(shape, eps, draw):
+    """An array of factors that change every element by FACTOR times `eps` of it, up or down, by a NumPy generator."""
+    return 1 + FACTOR * eps * draw.choice([-1, 1], shape)
 
 
 def allowances(card, perturbed):

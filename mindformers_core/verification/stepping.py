@@ -24,11 +24,12 @@ def compare_step(check, observer, step, buckets):
         at = None, None, None, path, buckets.get(path, "") if what == "reduced gradient" else ""
         check.hold((2, order), observer.rank, what, at, layout, tensor, value, scale, limits=limits)
 
-    for label, pairs in results.items():
-        values = [each for key, each in truth.outputs.items() if _is_of(key, *label, observer.replica)]
+    for (number, run), pairs in results.items():  # without a number it is of all micro-batches of a run
+        passes = [key for key in truth.outputs if key[1:] == (run, observer.replica) and number in (None, key[0])]
+        values = map(truth.outputs.get, passes)
         for (result, layout), *of_passes in zip(pairs, *values, strict=True):
             value = of_passes[0] if len(of_passes) == 1 else np.mean(of_passes, 0)  # of a pipeline's micro-batches
-            hold(0, "result", str(label), layout, result, value)
+            hold(0, "result", str((number, run)), layout, result, value)
     parameters = {observer.paths[id(parameter)]: parameter for parameter in optimizer.parameters}
     summed = {path: np.zeros(parameter.global_shape) for path, parameter in parameters.items()} | truth.step_gradients
     for (path, parameter), gradient in zip(parameters.items(), gradients, strict=True):
@@ -50,11 +51,6 @@ def compare_step(check, observer, step, buckets):
         draw = np.random.default_rng(0).standard_normal((2, _LARGE)).astype(np.float32)
         weight = Parameter(Tensor(draw[0]), name="a large weight")
         _compare_updates(hold, AdamW((weight,), optimizer.section), [weight.name], (Tensor(draw[1]),))
-
-
-def _is_of(key, number, run, replica):
-    """Whether the pass `key` is that one, or, without a number, one of all micro-batches of a run."""
-    return key[1:] == (run, replica) and number in (None, key[0])
 
 
 def _compare_updates(hold, optimizer, paths, gradients):

@@ -1,5 +1,6 @@
 """The program of one card: captured graphs, interpreted on whole tensors, with the gradient of every value."""
 
+import re
 from collections import Counter
 from functools import cached_property, partial
 
@@ -17,7 +18,7 @@ from mindformers_core.program.structure import Value, tree_leaves, tree_map
 from mindformers_core.scopes import errors_at
 from mindformers_core.verification.comparison import largest
 from mindformers_core.verification.drawing import begin_draws, draw_of
-from mindformers_core.verification.rounding import changed
+from mindformers_core.verification.rounding import factors
 
 _KNOWN = "mindformers_core.verify"
 _FLOATS = ("float16", "bfloat16", "float32")
@@ -33,9 +34,7 @@ def widened_text(text, dtype):
     text = text.replace(
         "mindformers_core.dtensor.dropout import next_r", "mindformers_core.verification.drawing import next_r"
     )
-    for name in _FLOATS:
-        text = text.replace(f"ms.{name}", f"ms.{dtype}")
-    return text.replace("ms.complex64", f"ms.{widened('complex64', dtype)}")
+    return re.sub(r"ms\.(b?float16|float32|complex64)", lambda found: f"ms.{widened(found[1], dtype)}", text)
 
 
 def _without_gradient(leaf):
@@ -48,6 +47,18 @@ def floating(structure):
     return tuple(leaf for leaf in tree_leaves(structure, Tensor) if is_float(dtype_name(leaf.dtype)))
 
 
+def differentiated(cell, args, kwargs, slopes, weights):
+    """This rank's parts of a call's floating results, and the gradients of weights: two sequences of Tensors.
+
+    `slopes` is a function of the results that returns their gradients, an iterable of arrays.
+    """
+    tape, results, inputs = ThreadTape(), [], floating((args, kwargs))
+    tape.record(lambda *_: results.extend(floating(cell(*args, **kwargs))), inputs)
+    local = [getattr(result, "_local", result) for result in results]
+    sens = [Tensor(slope, each.dtype) for slope, each in zip(slopes(results), local, strict=True)]
+    return local, tape.gradients(inputs, local, sens, weights)[1]
+
+
 def is_known(tensor):
     """Whether this was asked of a tensor before."""
     before = tensor._get_user_data(_KNOWN)
@@ -56,13 +67,14 @@ def is_known(tensor):
 
 
 class OneCard:
-    """The stages of a model on one card.
+    """The stages of a model on one card, after all passes.
 
     Args:
         graphs: number of a stage -> its `CellGraph`, in order.
         parameters: path -> array with the global values.
         dtype: name of the dtype of all floating tensors, whatever their dtypes in the graphs.
         divisor: of the sum of all passes' gradients.
+        passes: the arguments of `run` for every pass.
         noise: function of the dtype's name of a Parameter or result in the model, and of the operator, None for a
             Parameter: the relative size of the changes that are made to it; see `rounding`. Default: none.
 
@@ -75,24 +87,20 @@ class OneCard:
         written: label -> path -> array: the parameters that the pass wrote, after it.
     """
 
-    def __init__(self, graphs, parameters, dtype, divisor, noise=None):
+    def __init__(self, graphs, parameters, dtype, divisor, passes, noise=lambda *_: 0.0):
         self.graphs, self.dtype, self.divisor, self._noise = graphs, dtype, divisor, noise
         self._draw = np.random.default_rng(0)
         uses = [use for graph in graphs.values() for use in graph.uses.parameters.values()]
         trained = {use.path for use in uses if use.trainable and is_float(use.value.dtype)}
         stages = Counter(use.path for use in uses)
-        self.parameters = {
-            path: Parameter(
-                self._noisy(self._tensor(parameters[path]), parameters[path].dtype.name),
-                name=path,
-                requires_grad=path in trained,
-            )
-            for path in stages
-        }
+        given = ((path, self._noisy(self._tensor(parameters[path]), parameters[path].dtype.name)) for path in stages)
+        self.parameters = {path: Parameter(one, name=path, requires_grad=path in trained) for path, one in given}
         self.values, self.gradients, self.weight_gradients, self.outputs, self.written = {}, {}, {}, {}, {}
         self.trained = [path for path in stages if path in trained]
         self.tied = {path for path, count in stages.items() if count > 1}
         self._functions, self._largest = {}, {}  # id of a node, or its source -> function; (what, label) -> size
+        for each in passes:
+            self.run(*each)
 
     def run(self, label, args, kwargs, slopes):
         """One pass through all stages, forward and backward.
@@ -153,26 +161,23 @@ class OneCard:
         tensor = Tensor(constant.array, getattr(ms, constant.value.dtype.replace("bool", "bool_")))
         return tensor.astype(getattr(ms, self.dtype)) if constant.value.dtype in _FLOATS else tensor
 
-    def function(self, node, args, kwargs):
-        """The function of the tensors among the arguments that calls an operator, by the operator's source."""
-        draw = draw_of(node, self.dtype)
-        if draw is not None:
-            return self._with_noise(draw(args, kwargs), node)
+    def results(self, node, args, kwargs):
+        """The results of an operator, changed by `noise`."""
+        draw, values = draw_of(node, self.dtype), iter(tree_leaves(node.outputs, object))
+        result = self._called(node, args, kwargs) if draw is None else draw(args, kwargs)
+        return tree_map(lambda leaf: self._noisy(leaf, getattr(next(values), "dtype", ""), node.operator), result)
+
+    def _called(self, node, args, kwargs):
+        """The results of an operator's source."""
         tensors = {id(tensor): tensor for tensor in tree_leaves((args, kwargs), Tensor)}
         if id(node) not in self._functions:  # the graphs keep their nodes
             self._functions[id(node)] = self._function(node, args, kwargs, list(tensors))
-        return self._with_noise(tree_map(_without_gradient, self._functions[id(node)](*tensors.values())), node)
-
-    def _with_noise(self, result, node):
-        """An operator's results, changed by `noise`."""
-        values = iter(tree_leaves(node.outputs, object))
-        return tree_map(lambda leaf: self._noisy(leaf, getattr(next(values), "dtype", ""), node.operator), result)
+        return tree_map(_without_gradient, self._functions[id(node)](*tensors.values()))
 
     def _noisy(self, tensor, dtype, operator=None):
         """A tensor of a dtype of the model, and its gradient, changed by `noise`."""
-        eps = self._noise(dtype, operator) if self._noise and isinstance(tensor, Tensor) and is_float(dtype) else 0.0
-        factors = changed(np.ones(tensor.shape, self.dtype), eps, self._draw) if eps else None
-        return tensor if factors is None else tensor * Tensor(factors)
+        eps = self._noise(dtype, operator) if isinstance(tensor, Tensor) and is_float(dtype) else 0.0
+        return tensor * Tensor(factors(tensor.shape, eps, self._draw).astype(self.dtype)) if eps else tensor
 
     def _function(self, node, args, kwargs, tensors):
         """The function of tensors with the ids `tensors` that calls an operator."""
@@ -240,7 +245,7 @@ class _Pass:
                 result = self.written[graph.names[node.args[0].id]] = filled(node.args[1])
             else:
                 with errors_at(f"in {graph.label}, {node.source}, operator '{node.operator}': ", kinds=(RuntimeError,)):
-                    result = self.card.function(node, filled(node.args), filled(node.kwargs))
+                    result = self.card.results(node, filled(node.args), filled(node.kwargs))
             self._match(graph.call, node.outputs, result)
         return filled(graph.result)
 

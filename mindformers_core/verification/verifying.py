@@ -11,20 +11,20 @@ from mindformers_core.communication.simulated import SimulatedRanks
 from mindformers_core.communication.world import process_state, rank_of
 from mindformers_core.dtensor.move import dtype_name
 from mindformers_core.mesh import DeviceMesh
-from mindformers_core.operators.signature import TensorMeta, is_float
+from mindformers_core.operators.signature import is_float
 from mindformers_core.optimizers.adamw import AdamW
 from mindformers_core.passes.forward_backward import ForwardBackward
 from mindformers_core.program.observer import Observer
-from mindformers_core.program.structure import tree_fill, tree_leaves, tree_map
+from mindformers_core.program.structure import tree_leaves, tree_map
 from mindformers_core.sharding.declare import copy_cell, eager_cells
 from mindformers_core.sharding.initialize import materialize
 from mindformers_core.sharding.inspecting import prepare, programs
 from mindformers_core.sharding.parameter_storage import as_computed
-from mindformers_core.sharding.program import annotated_plan, bind_arguments
+from mindformers_core.sharding.program import annotated_plan
 from mindformers_core.sharding.shard import shard
 from mindformers_core.sharding.sharded_cells import tree_and_path, tree_of, tree_of_root
 from mindformers_core.tensor_parallel.clipping import ClipByGlobalNorm
-from mindformers_core.verification.eager import own_gradients, verify_by_own_code
+from mindformers_core.verification.eager import local_inputs, own_gradients, part_of, verify_by_own_code
 from mindformers_core.verification.engine import seed_restored, simulate
 from mindformers_core.verification.truth import floating
 from mindformers_core.zero.gradients import value_and_grad
@@ -85,12 +85,7 @@ def verify(net, mesh, *inputs, config=None, plan=None, seed=0, **named_inputs):
 class _Call:
     """A call of a Cell on all ranks of a mesh, a subject of `simulate`; arguments as of `verify`, with arrays."""
 
-    divisor, device_target, notes = 1, None, ()
-
-    @property
-    def goes_on(self):
-        """See `simulate`: only `hsdp()` keeps a state from step to step."""
-        return self.settings is not None
+    divisor, device_target, notes, goes_on = 1, None, (), False
 
     def __init__(self, net, mesh, config, plan, seed, args, kwargs):
         self.mesh, self.seed, self.args, self.kwargs = mesh, seed, args, kwargs
@@ -109,6 +104,7 @@ class _Call:
                 for path, parameter in self.model.parameters_and_names():
                     parameter.set_data(Tensor(self.parameters[path]))
         if self.settings is not None:
+            self.goes_on = True  # only `hsdp()` keeps a state from step to step
             steps = self.settings.accumulate_grad_step
             self.divisor = steps * (self.settings.group_size if self.settings.gradients_mean else 1)
             if self.settings.precision != MixedPrecision():
@@ -156,10 +152,8 @@ class _Call:
     def _local_inputs(self, net, rank, step=0):
         """A rank's part of the inputs of a micro-step, `(args, kwargs)`."""
         given = self._inputs(step, *_replica(net, rank))
-        args, kwargs = tree_map(lambda leaf: Tensor(leaf) if isinstance(leaf, np.ndarray) else leaf, given)
-        bound, arriving = bind_arguments(tree_of(net), "", args, kwargs)
-        parts = (_part(tensor.asnumpy(), layout, rank) for _, tensor, layout in arriving)
-        return tree_fill((bound.args[1:], bound.kwargs), parts, TensorMeta)
+        given = tree_map(lambda leaf: Tensor(leaf) if isinstance(leaf, np.ndarray) else leaf, given)
+        return local_inputs(net, given, rank)
 
     def _slopes(self, outputs):
         """The gradients of a pass's results, which ranks take later: 1 for a loss, else random ones."""
@@ -199,8 +193,8 @@ class _Call:
 
         outputs = floating(passes.forward(0, forward, floating((args, kwargs))))
         layouts = [each.layout for each in results if is_float(each.dtype)]
-        slopes = [_part(slope, layout, rank) for slope, layout in zip(self.slopes, layouts, strict=True)]
-        _, gradients = passes.backward(0, slopes, weights)
+        slopes = (part_of(slope, layout, rank) for slope, layout in zip(self.slopes, layouts, strict=True))
+        _, gradients = passes.backward(0, [as_computed(Tensor(slope)) for slope in slopes], weights)
         return {(0, 0): list(zip(outputs, layouts, strict=True))}, gradients
 
 
@@ -234,8 +228,3 @@ def _replica(net, rank):
     if not axes or not {settings.axis, *axes}.isdisjoint(mesh.axis_names):
         return 0, 1
     return settings.mesh.group_index(rank, axes), settings.group_size
-
-
-def _part(array, layout, rank):
-    """A rank's part of a tensor, in the dtype to compute with."""
-    return as_computed(Tensor(np.array(array[layout.local_slices(array.shape, rank)])))
