@@ -15,6 +15,7 @@ from mindformers_core.checkpoint.parts import on_all_ranks
 from mindformers_core.checkpoint.save import SaveError, save
 from mindformers_core.checkpoint.tensors import load_parameters, model_parts, optimizer_parts, ranks_of, values_of
 from mindformers_core.hints import first_of
+from mindformers_core.scopes import errors_at
 from mindformers_core.trainer.recipe_loader import recipe_to_dict
 from mindformers_core.zero.loss_scale import all_finite
 
@@ -29,13 +30,11 @@ def open_source(recipe):
     """
     if not recipe.checkpoint.load_path:
         return None
-    try:
+    with errors_at("checkpoint.load_path: ", kinds=(OSError, ValueError)):
         checkpoint = open_checkpoint(find_checkpoint(recipe.checkpoint.load_path))
         if checkpoint.config is not None:
             where = os.path.join(checkpoint.folder, CONFIG)
             check_config(recipe.spec, recipe.model_name, recipe.model, checkpoint.config, where)
-    except (OSError, ValueError) as error:
-        raise type(error)(f"checkpoint.load_path: {error}") from error
     return checkpoint
 
 
@@ -78,10 +77,8 @@ def fill(checkpoint, parts, recipe, mesh, rank, converts=True):
         ValueError: on all ranks: tensors that differ from the model's, a damaged file. OSError: one can't be read.
     """
     ignored = ignored_tensors(recipe.spec, [name for _, name in checkpoint.tensors], recipe.model)
-    try:
+    with errors_at("checkpoint.load_path: ", _changes(recipe, checkpoint, ("model",)), (OSError, ValueError)):
         load_parameters(checkpoint, parts, ranks_of(mesh, rank), converts, ignored)
-    except (OSError, ValueError) as error:
-        raise type(error)(f"checkpoint.load_path: {error}{_changes(recipe, checkpoint, ('model',))}") from error
 
 
 def weight_parts(recipe, cells, rank):
