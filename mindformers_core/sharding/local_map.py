@@ -60,8 +60,7 @@ def local_map(function, in_layouts, out_layouts, mesh=None, varying=None):
         active = active if varying is None else set(varying)
         local = list(args)
         for place, tensor, layout in zip(places, tensors, needed):
-            placed = placed_axes(layout)
-            marks = [axis for axis in used.axis_names if axis in active and axis not in placed]
+            marks = [axis for axis in used.axis_names if axis in active - placed_axes(layout)]
             local[place] = tensor.redistribute(layout.replace(varying=marks)).to_local()
         outputs = function(*local)
         if len(produced := _as_tuple(outputs)) != len(results):
