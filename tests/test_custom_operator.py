@@ -98,7 +98,7 @@ def test_an_operator_is_added_in_ten_lines(monkeypatch):
     assert len(rule.split("\n\n\n")[1].splitlines()) <= 10
     exec(rule, {})
     exec(test, found := {"__name__": "adding"})
-    assert found["check"].report() in test and not found["check"].faults
+    assert found["check"].report().partition("\n")[0] in test and not found["check"].faults
 
 
 RAGGED = np.random.default_rng(2).normal(size=(4, 8)).astype(np.float32)

@@ -335,3 +335,16 @@ def test_a_tensor_of_an_earlier_call_is_not_read():
     net(Tensor(X))
     with pytest.raises(ValueError, match=r"self.total is a tensor that an earlier call left .* Parameter"):
         net(Tensor(X))
+
+
+def keeps_variables(cell, x):
+    parts, numbers = [], iter((1.0, 2.0))
+    scales = [parts.append(cell.fc(x)) or len(parts) * next(numbers) for _ in range(2)]
+    return parts[0] * scales[1]
+
+
+def test_variables_of_construct_are_none_of_it():
+    net, one = pair(Body, keeps_variables)
+    for _ in range(5):
+        np.testing.assert_allclose(net(Tensor(X)).full_tensor().asnumpy(), one(Tensor(X)).asnumpy(), 1e-5)
+    assert len(programs(net)) == 1

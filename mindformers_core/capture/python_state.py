@@ -19,7 +19,7 @@ from contextvars import ContextVar
 from functools import cache, partial
 from itertools import repeat
 from operator import is_
-from types import FunctionType, MappingProxyType, MethodType, ModuleType, SimpleNamespace
+from types import CodeType, FunctionType, MappingProxyType, MethodType, ModuleType, SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -119,6 +119,7 @@ class PythonReads:
         self._contents = {}  # id of a container -> (container, contents, Read)
         self._objects = {}  # id -> (object whose attributes code may read, its description)
         self.asked, self.written, self._codes, self._names = set(), {}, set(), {}
+        self._inner = set()  # code of functions that are made by code that has run
 
     def profile(self, frame, event, called):
         """For `sys.setprofile`: what code runs, and which of its calls give another result each time."""
@@ -206,8 +207,9 @@ class PythonReads:
                 self._read(space, space.get, name, space[name], Read(self._running(), code, name, name))
         if not {"getenv", "environ"}.isdisjoint(code.co_names):
             self.consider(os.environ, Read(self._running(), code, "getenv", "os.environ"))
-        for name in code.co_freevars:
+        for name in () if code in self._inner else code.co_freevars:  # of those inside the variables are made anew
             self.consider(frame.f_locals.get(name), Read(self._running(), code, name, name))
+        self._inner.update(each for each in code.co_consts if isinstance(each, CodeType))
         for one, what in list(self._objects.values()):
             self._attributes(one, what, new)
 
