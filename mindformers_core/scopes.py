@@ -8,11 +8,14 @@ from mindformers_core.hints import message_of
 
 @contextmanager
 def errors_at(where, behind="", kinds=(TypeError, ValueError)):
-    """While open, errors of these kinds get `where` in front of their text, and `behind` after it."""
+    """While open, errors of these kinds get `where` in front of their text, and `behind` after it.
+
+    They become `TypeError` or `ValueError`; an `OSError` stays of its own class.
+    """
     try:
         yield
     except kinds as error:
-        kind = TypeError if isinstance(error, TypeError) else ValueError
+        kind = type(error) if isinstance(error, OSError) else TypeError if isinstance(error, TypeError) else ValueError
         raise kind(f"{where}{message_of(error)}{behind}") from None
 
 

@@ -99,7 +99,7 @@ _THREAD = threading.local()  # `state` in a thread that simulates a rank
 
 def process_state():
     """The communication state of this process, or of this simulated rank, for modules of this package."""
-    return getattr(_THREAD, "state", _PROCESS)
+    return getattr(_THREAD, "state", None) or _PROCESS
 
 
 @contextmanager
@@ -119,10 +119,7 @@ def rank_of(size, rank, ranks=None, device_target=None):
         yield state
     finally:
         state.forget()
-        if before is None:
-            del _THREAD.state
-        else:
-            _THREAD.state = before
+        _THREAD.state = before
 
 
 def world():

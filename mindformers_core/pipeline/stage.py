@@ -16,7 +16,7 @@ from mindformers_core.pipeline.rank_stages import RankStages
 from mindformers_core.pipeline.stage_gradients import StageGradients
 from mindformers_core.sharding.parameter_storage import parameter_storage
 from mindformers_core.sharding.sharded_cells import ShardedCell, computing_parameters, tree_of
-from mindformers_core.sharding.whole_tensors import note_stage
+from mindformers_core.sharding.whole_tensors import note_owner
 
 
 class PipelineStage:
@@ -91,7 +91,7 @@ class PipelineStage:
         self._agreed = set()  # layouts of outputs that the next stage takes
         self._training, self._micro_batch_num = False, 1
         if stage_num > 1:
-            note_stage(self)
+            note_owner(self)
 
     @property
     def channel(self):

@@ -51,9 +51,7 @@ def check_equal_shapes(label, described):
     for rank, inputs in described.items():
         shapes.setdefault(tuple(f"'{name}' {shape}" for name, shape, _, _ in inputs), []).append(rank)
     if len(shapes) > 1:
-        said = []
-        for shape, ranks in shapes.items():
-            said.append(f"ranks {first_of(ranks)} {', '.join(shape)}")
+        said = (f"ranks {first_of(ranks)} {', '.join(shape)}" for shape, ranks in shapes.items())
         raise ValueError(
             f"{label} is called with parts of different shapes: {'; '.join(said)}: all ranks have to call it alike, so "
             "pad or drop the last batch, or share it out evenly"

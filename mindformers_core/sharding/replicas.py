@@ -38,10 +38,9 @@ def check_replicas(cells, optimizer=None):
     for name, tensor, parameter in held:
         layout = getattr(parameter, "layout", None)
         if layout is not None and (axes := replicated_axes(layout)):
-            facts = groups.setdefault((layout.mesh, axes), {})
-            facts[f"the checksum of '{name}', which lies as {layout}, so alike along {', '.join(axes)},"] = tensor
-    for (mesh, axes), tensors in groups.items():
-        facts = {name: f"{crc32(as_bytes(tensor)):08x}" for name, tensor in tensors.items()}
+            what = f"the checksum of '{name}', which lies as {layout}, so alike along {', '.join(axes)},"
+            groups.setdefault((layout.mesh, axes), {})[what] = f"{crc32(as_bytes(tensor)):08x}"
+    for (mesh, axes), facts in groups.items():
         check_equal(
             mesh.sub_mesh(axes, world().rank), facts, "these ranks compute with different weights: look for a step "
             "that differs among them, as a norm of a rank's part, a gradient that isn't summed, data or a seed"
@@ -50,8 +49,13 @@ def check_replicas(cells, optimizer=None):
 
 def replicated_axes(layout):
     """The mesh axes along which ranks hold equal values of a tensor, if the layout is right."""
-    placed = {axis for axes in layout.axes for axis in axes} | set(dict(layout.partial))
+    placed = placed_axes(layout)
     return tuple(axis for axis in layout.mesh.axis_names if axis not in placed and layout.mesh.axis_size(axis) > 1)
+
+
+def placed_axes(layout):
+    """The axes on which a layout is sharded or partial."""
+    return {axis for axes in layout.axes for axis in axes} | set(dict(layout.partial))
 
 
 def check_result(tensor, layout, what):

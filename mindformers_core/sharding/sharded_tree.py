@@ -26,7 +26,7 @@ from mindformers_core.sharding.program import bind_arguments, describe, make_pro
 from mindformers_core.sharding.recordings import no_gradient_left_waiting
 from mindformers_core.sharding.replicas import check_replicas
 from mindformers_core.sharding.sharded_cells import EagerCell, GeneratedCell, located, sharded_class
-from mindformers_core.sharding.whole_tensors import note_tree
+from mindformers_core.sharding.whole_tensors import note_owner
 
 MOST_PROGRAMS = 64  # of one Cell that is called from outside; beyond that the least recently used one is dropped
 MOST_VALUES = 8  # of something in Python in successive calls
@@ -93,7 +93,7 @@ class ShardedTree:
             cell.__dict__["sharded_cell_number"] = register_cell(self, path)
             cell.__dict__["_sharding"] = self, path
             self._set_class(path)
-        note_tree(self)
+        note_owner(self)
 
     def check_new(self, path, cell):
         """Raise `ValueError` for a Cell that comes after `shard()` with Parameters that have no layout."""

@@ -27,15 +27,12 @@ _CLIP = "mindformers_core.tensor_parallel.clip_by_global_norm(gradients, paramet
 _FINITE = "mindformers_core.zero.all_finite(mesh, gradients)"
 
 
-def note_tree(tree):
-    """Record a `ShardedTree`, so that the gradients of its Parameters are known."""
-    _owners()[tree] = None, (), {}, 1
+def note_owner(owner):
+    """Record a `ShardedTree`, or a `PipelineStage` among others, so that gradients of its Parameters are known.
 
-
-def note_stage(stage):
-    """Record a `PipelineStage` among others: a norm of several of its gradients is not that of the whole model."""
-    shapes = {tuple(parameter.shape) for parameter in stage.parameters}
-    _owners()[stage] = None, shapes, dict.fromkeys(shapes, f"{stage.label}, one of {stage.stage_num}"), 2
+    A norm of several gradients of such a stage is not that of the whole model.
+    """
+    _owners()[owner] = None
 
 
 def of_this_rank():
@@ -44,20 +41,20 @@ def of_this_rank():
 
 
 def _owners():
-    """Owner of Parameters -> (storage of a tree, shapes of trained Parameters, shape -> what is a part, how many)."""
+    """The owners of Parameters, as keys in their order."""
     return process_state().memo(__name__).setdefault("owners", WeakKeyDictionary())
 
 
 def _part_among(shapes):
     """What is known of a part among tensors of these shapes, if they are gradients of an owner's; else None."""
-    for owner, (storage, *_) in list(_owners().items()):
-        if storage is not getattr(owner, "storage", None):
-            trained = owner.cells[""].trainable_params()
-            parts = {tuple(p.shape): f"{described_part(p)}, in {owner.label('')}" for p in trained if is_part(p)}
-            _owners()[owner] = owner.storage, {tuple(parameter.shape) for parameter in trained}, parts, 1
-        _, known, parts, least = _owners()[owner]
-        if len(shapes) >= least and known >= set(shapes) and (found := parts.keys() & shapes):
-            return parts[max(found)]
+    for owner in list(_owners()):
+        is_stage = hasattr(owner, "stage_num")
+        trained = owner.parameters if is_stage else owner.cells[""].trainable_params()
+        parts = [each for each in trained if tuple(each.shape) in shapes and (is_stage or is_part(each))]
+        if parts and len(shapes) > is_stage and {tuple(each.shape) for each in trained}.issuperset(shapes):
+            if is_stage:
+                return f"{owner.label}, one of {owner.stage_num}"
+            return f"{described_part(max(parts, key=lambda part: tuple(part.shape)))}, in {owner.label('')}"
     return None
 
 

@@ -15,6 +15,7 @@ from mindformers_core.checkpoint.parts import on_all_ranks
 from mindformers_core.checkpoint.save import SaveError, save
 from mindformers_core.checkpoint.tensors import load_parameters, model_parts, optimizer_parts, ranks_of, values_of
 from mindformers_core.hints import first_of
+from mindformers_core.scopes import errors_at
 from mindformers_core.trainer.recipe_loader import recipe_to_dict
 from mindformers_core.zero.loss_scale import all_finite
 
@@ -29,13 +30,11 @@ def open_source(recipe):
     """
     if not recipe.checkpoint.load_path:
         return None
-    try:
+    with errors_at("checkpoint.load_path: ", kinds=(OSError, ValueError)):
         checkpoint = open_checkpoint(find_checkpoint(recipe.checkpoint.load_path))
         if checkpoint.config is not None:
             where = os.path.join(checkpoint.folder, CONFIG)
             check_config(recipe.spec, recipe.model_name, recipe.model, checkpoint.config, where)
-    except (OSError, ValueError) as error:
-        raise type(error)(f"checkpoint.load_path: {error}") from error
     return checkpoint
 
 
@@ -46,9 +45,9 @@ def resume(job, checkpoint):
         ValueError: on all ranks: tensors that differ from the model's, a damaged file, another seed or length of
             sequences, or no step is left.
     """
-    takes_state, job.loaded_config = _takes_state(job.recipe, checkpoint), checkpoint.config
-    recipe, state = job.recipe, checkpoint.state if takes_state else None
-    if takes_state:
+    recipe, job.loaded_config = job.recipe, checkpoint.config
+    state = None if recipe.checkpoint.no_load_optim else checkpoint.state
+    if state:
         length, saved = recipe.train_dataset.seq_length, state["recipe"]["train_dataset"]["seq_length"]
         for key, own, other in ("training.seed", recipe.training.seed, state["seed"]), (_LENGTH, length, saved):
             if own != other:
@@ -56,17 +55,17 @@ def resume(job, checkpoint):
                     f"{key}: {own}, but the run of {checkpoint.folder} has {other}, and its data and draws go on: take "
                     "that, or checkpoint.no_load_optim=true, which begins anew"
                 )
-    parts = _parts(job) if takes_state else weight_parts(recipe, job.cells, job.rank)
-    fill(checkpoint, parts, recipe, job.mesh, job.rank, converts=not takes_state)
-    if takes_state:
+    parts = _parts(job) if state else weight_parts(recipe, job.cells, job.rank)
+    fill(checkpoint, parts, recipe, job.mesh, job.rank, converts=not state)
+    if state:
         job.step, job.consumed = state["step"], state["consumed"]
         ms.set_rng_state(ms.Tensor(np.array(state["random_state"], np.uint8)))
     if job.rank == 0:
-        what = f"all, of step {job.step}; sample {job.consumed} of the data is next" if takes_state else "weights only"
+        what = f"all, of step {job.step}; sample {job.consumed} of the data is next" if state else "weights only"
         print(f"loaded {checkpoint.folder}: {what}{_changes(recipe, checkpoint)}")
-    if job.step >= job.recipe.training.steps:
+    if job.step >= recipe.training.steps:
         raise ValueError(
-            f"training.steps: {job.recipe.training.steps}, but {checkpoint.folder} already has {job.step} steps"
+            f"training.steps: {recipe.training.steps}, but {checkpoint.folder} already has {job.step} steps"
         )
     return job
 
@@ -78,10 +77,8 @@ def fill(checkpoint, parts, recipe, mesh, rank, converts=True):
         ValueError: on all ranks: tensors that differ from the model's, a damaged file. OSError: one can't be read.
     """
     ignored = ignored_tensors(recipe.spec, [name for _, name in checkpoint.tensors], recipe.model)
-    try:
+    with errors_at("checkpoint.load_path: ", _changes(recipe, checkpoint, ("model",)), (OSError, ValueError)):
         load_parameters(checkpoint, parts, ranks_of(mesh, rank), converts, ignored)
-    except (OSError, ValueError) as error:
-        raise type(error)(f"checkpoint.load_path: {error}{_changes(recipe, checkpoint, ('model',))}") from error
 
 
 def weight_parts(recipe, cells, rank):
@@ -215,10 +212,6 @@ def _go_on_or_end(job, error):
         raise SaveError(str(error)) from error
     if job.rank == 0:
         print(f"warning: {error}; training goes on, as checkpoint.on_error: go_on says")
-
-
-def _takes_state(recipe, checkpoint):
-    return checkpoint.state is not None and not recipe.checkpoint.no_load_optim
 
 
 def _parts(job):

@@ -31,7 +31,7 @@ def main(arguments=None):
     try:
         code = _run(arguments)
         sys.stdout.flush()
-        return code
+        return code or 0
     except BrokenPipeError:  # the reader, as `head`, has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
@@ -93,8 +93,8 @@ def _parser():
     add("overrides", nargs="*", metavar="section.key=value", help="keys of both recipes; a:… or b:… of one")
     folder = argparse.ArgumentParser(add_help=False)
     folder.add_argument("folder", metavar="FOLDER", help="a checkpoint, or a run folder: its newest one")
-    command("inspect", _inspect, "the tensors of a checkpoint as a table, and its state", folder)
-    command("check", _check, "read a checkpoint, and compare it with its checksums", folder)
+    command("inspect", partial(_look_at, "inspect"), "the tensors of a checkpoint as a table, and its state", folder)
+    command("check", partial(_look_at, "check"), "read a checkpoint, and compare it with its checksums", folder)
     add = command("convert", _convert, "a checkpoint to MindSpore's file, or such a file to a checkpoint")
     add("source", metavar="SOURCE", help="FOLDER, a checkpoint, or FILE.ckpt")
     add("target", metavar="TARGET", help="FILE.ckpt, or FOLDER, which doesn't exist yet")
@@ -110,7 +110,7 @@ def _count(text):
     return int(text)
 
 
-# What commands do: each returns the exit code, or a function that does the rest and returns it, whose errors are ours.
+# What commands do: each returns the exit code (None: 0), or a function that does the rest, whose errors are ours.
 def _train(arguments):
     from mindformers_core.trainer.recipe_loader import load_recipe
 
@@ -145,19 +145,16 @@ def _run_steps(job):
 
 
 def _generate(arguments):
-    from mindformers_core.serving.sampling import Sampling
     from mindformers_core.trainer.generating import Request, generate, read_prompts
     from mindformers_core.trainer.recipe_loader import load_recipe
 
     prompts = arguments.prompt + (read_prompts(arguments.prompts) if arguments.prompts else [])
-    given = {key: getattr(arguments, key) for key in ("temperature", "top_p", "seed")}
-    given = {key: value for key, value in given.items() if value is not None}
-    Sampling(**given)  # checks them
+    keys = ("temperature", "top_p", "seed")
+    given = {key: value for key in keys if (value := getattr(arguments, key)) is not None}
     request = Request(tuple(prompts), arguments.tokens, given, arguments.batch, arguments.tokenizer)
     texts, rank = generate(load_recipe(arguments.config, arguments.overrides), request)
     if rank == 0:
         print("\n\n".join(texts))
-    return 0
 
 
 def _verify(arguments):
@@ -187,18 +184,10 @@ def _diff(arguments):
     return 0 if diff(sources, arguments.overrides, arguments.steps, arguments.keep, arguments.perturbed) else 1
 
 
-def _inspect(arguments):
-    from mindformers_core.checkpoint.inspection import inspect
+def _look_at(function, arguments):
+    from mindformers_core.checkpoint import inspection
 
-    print(inspect(arguments.folder))
-    return 0
-
-
-def _check(arguments):
-    from mindformers_core.checkpoint.inspection import check
-
-    print(check(arguments.folder))
-    return 0
+    print(getattr(inspection, function)(arguments.folder))
 
 
 def _convert(arguments):
@@ -207,7 +196,6 @@ def _convert(arguments):
 
     recipe = load_recipe(arguments.config, arguments.overrides) if arguments.config else None
     print(convert(arguments.source, arguments.target, recipe))
-    return 0
 
 
 def _report(error):

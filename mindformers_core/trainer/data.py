@@ -137,12 +137,10 @@ def open_dataset(section, vocab_size, seed):
     if name is None:
         files = text_files(section.data_path)
         folder = os.path.expanduser(section.cache_dir)
-        try:
+        with errors_at(f"train_dataset.cache_dir: {folder} can't get the text's bytes: ", kinds=OSError):
             if folder.startswith("~"):
                 raise FileNotFoundError("there is no home folder")
             tokens, name = np.memmap(_cached(files, section.max_bytes, folder), np.uint8, "r"), files[0]
-        except OSError as error:
-            raise OSError(f"train_dataset.cache_dir: {folder} can't get the text's bytes: {error}") from error
     elif len(section.data_path) > 1:
         raise ValueError(f"train_dataset.data_path: {name} stands alone, not in a list of {section.data_path}")
     elif not os.path.exists(os.path.expanduser(name)):

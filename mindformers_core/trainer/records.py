@@ -15,7 +15,6 @@ from mindformers_core.recompute import write_curve
 from mindformers_core.sharding.inspecting import explain_activations
 
 _BAR_WIDTH = 24
-_NO_SCALARS = ("step", "not_finite")
 
 
 class RecordError(OSError):
@@ -121,7 +120,7 @@ def tensorboard_writer(folder):
     writer = EventFileWriter(os.path.join(folder, "tensorboard"))
 
     def write(row):
-        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in row.items() if tag not in _NO_SCALARS]
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in row.items() if isinstance(value, float)]
         writer.add_event(Event(step=row["step"], wall_time=time.time(), summary=Summary(value=values)))
         writer.flush()
 

@@ -104,33 +104,28 @@ def step_function(recipe, mesh, cells):
 
     def step(arrays, rate, eps, decay, before_update):
         losses, gradients = run(arrays)
-        loss, observer = sum(losses) / len(losses), process_state().observer
-        for parameter, gradient in zip(optimizer.parameters, gradients, strict=True):
-            observer.held("reduced gradient", gradient, parameter)
-        norm = norm_of(*gradients)
+        loss, norm = sum(losses) / len(losses), norm_of(*gradients)
+        _hold(optimizer, {"reduced gradient": gradients})
         numbers = float(loss.asnumpy()), float(norm.asnumpy())
         if not all(map(math.isfinite, numbers)):
             pairs = zip(reversed(optimizer.parameters), reversed(gradients))
             return *numbers, [parameter.name for parameter, each in pairs if not all_finite(None, (each,))]
         before_update()
         update(rate, eps, decay, norm, *gradients)
-        _hold(observer, optimizer, {"loss": loss, "gradient norm": norm, "rate": rate, "decay": decay})
+        for what, number in {"loss": loss, "gradient norm": norm, "rate": rate, "decay": decay}.items():
+            process_state().observer.held(what, number)
+        moments = {"moment 1": optimizer.moments1, "moment 2": optimizer.moments2}
+        _hold(optimizer, {**moments, "parameter": optimizer.parameters})
         return *numbers, None
 
     return optimizer, step
 
 
-def _hold(observer, optimizer, numbers):
-    """Give the observer what a step has computed after its passes."""
-    for what, number in numbers.items():
-        observer.held(what, number)
-    for what, tensors in (
-        ("moment 1", optimizer.moments1),
-        ("moment 2", optimizer.moments2),
-        ("parameter", optimizer.parameters),
-    ):
+def _hold(optimizer, computed):
+    """Give the observer what a step has computed for the parameters: a dict, name -> tensors."""
+    for what, tensors in computed.items():
         for parameter, tensor in zip(optimizer.parameters, tensors, strict=True):
-            observer.held(what, tensor, parameter)
+            process_state().observer.held(what, tensor, parameter)
 
 
 def _model_function(recipe, mesh, cells):

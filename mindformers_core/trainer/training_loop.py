@@ -3,7 +3,7 @@
 import math
 import os
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 import mindspore as ms
@@ -21,7 +21,6 @@ from mindformers_core.hints import first_of
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.optimizers.adamw import AdamW, decay_lines
 from mindformers_core.sharding.replicas import check_replicas
-from mindformers_core.tensor_parallel.clipping import sum_cell
 from mindformers_core.trainer.checkpoints import await_copies, open_source, reserve_memory, resume, save_job
 from mindformers_core.trainer.data import dataset_of, first_sequence
 from mindformers_core.trainer.pipeline_recipe import micro_batches_of_a_run
@@ -59,10 +58,6 @@ class Job:
     save_plan: object = None  # the `SavePlan` of the first checkpoint, for the others
     loaded_config: object = None  # the contents of the `config.json` of `checkpoint.load_path`
     background: object = None  # the `BackgroundSave` of checkpoint.async_save
-
-    def barrier(self):
-        """Wait for all ranks of the mesh."""
-        sum_cell(self.mesh, self.mesh.axis_names)(ms.Tensor(1.0)).asnumpy()
 
 
 def prepare(recipe):
@@ -160,12 +155,11 @@ def _run_steps(job, records):
             _compare_replicas(job, is_due=at_end)
             if recipe.checkpoint.enable_save and (at_end or job.step % recipe.checkpoint.save_interleaved_steps == 0):
                 save_job(job)
-    except FloatingPointError as error:
-        try:
-            if job.background is not None:
+    except FloatingPointError:
+        if job.background is not None:
+            with suppress(OSError):
                 job.background.settle()  # the checkpoint before
-        finally:
-            raise error
+        raise
     finally:
         if job.background is not None:
             job.background.close()

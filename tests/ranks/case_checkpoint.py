@@ -13,6 +13,7 @@ from launch import on_ranks
 from mindformers_core.checkpoint.load import check_checksums, open_checkpoint
 from mindformers_core.checkpoint.save import SaveError
 from mindformers_core.communication import world
+from mindformers_core.communication.messages import gather_values
 from mindformers_core.trainer.checkpoints import resume, save_job
 from mindformers_core.trainer.compare import read_losses
 from mindformers_core.trainer.recipe_loader import load_recipe
@@ -55,7 +56,7 @@ def case_saved_on_one_mesh_and_resumed_on_others():
             assert found == expected
         np.testing.assert_allclose(found[:2], expected[:2], rtol=1e-6, err_msg=str(overrides))
         np.testing.assert_allclose(found, expected, rtol=1e-5, err_msg=str(overrides))
-    job.barrier()  # all ranks have read, before one of them removes the folder
+    gather_values(job.mesh, None)  # all ranks have read, before one of them removes the folder
     if world().rank == 0:
         shutil.rmtree(folder)
 
@@ -71,9 +72,9 @@ def case_resumed_run_with_few_checkpoints():
         overrides = [*SMALL, *places, f"training.output_dir={folder}/{name}", *overrides]
         job = prepare(load_recipe(str(CONFIGS / "llama_tiny_cpu.yaml"), overrides))
         run_steps(job)
-        job.barrier()
+        gather_values(job.mesh, None)
         losses = read_losses(f"{folder}/{name}")
-        job.barrier()
+        gather_values(job.mesh, None)
         return losses
 
     unbroken = run("unbroken", *saving, "checkpoint.keep_every=3", "checkpoint.async_save=true")
@@ -95,7 +96,7 @@ def case_failures_of_one_rank_are_those_of_all():
     )
     saved = Path(save_job(job))
     job.step += 1
-    job.barrier()
+    gather_values(job.mesh, None)
     moment, values = job.optimizer.moments1[0], job.optimizer.moments1[0].asnumpy
     if world().rank == 2:
 
@@ -106,7 +107,7 @@ def case_failures_of_one_rank_are_those_of_all():
     with pytest.raises(SaveError, match=r"step_1 can't be saved: rank 2: \[Errno 13\] Permission denied: 'a file'"):
         save_job(job)
     moment.asnumpy = values
-    job.barrier()  # rank 0 has removed what was written
+    gather_values(job.mesh, None)  # rank 0 has removed what was written
     assert os.listdir(saved.parent) == ["step_0"]
     if world().rank == 0:
         checkpoint = open_checkpoint(str(saved))
@@ -114,11 +115,11 @@ def case_failures_of_one_rank_are_those_of_all():
         with open(placed.file, "r+b") as file:
             file.seek(placed.offset + 5)
             file.write(b"\xff")
-    job.barrier()
+    gather_values(job.mesh, None)
     with pytest.raises(
         ValueError, match=r"model-00001.* is damaged: 'model.layers.2.mlp.up_proj.weight'\[0:64, 0:32\]"
     ):
         resume(job, open_checkpoint(str(saved)))
-    job.barrier()
+    gather_values(job.mesh, None)
     if world().rank == 0:
         shutil.rmtree(folder)

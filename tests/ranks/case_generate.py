@@ -32,7 +32,7 @@ def case_generated_on_other_meshes_than_trained():
     folder = os.path.join(tempfile.gettempdir(), f"mindformers_core_case_generate_{os.environ['MS_SCHED_PORT']}")
     me = world().rank
     job = train(folder, me, *TRAINED, LAYERS)
-    job.barrier()
+    gather_values(job.mesh, None)
     forward, found, checked = full_forward(folder, LAYERS), [], 0
 
     def generate(ranks, **sizes):
