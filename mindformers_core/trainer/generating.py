@@ -9,7 +9,6 @@ from mindformers_core.checkpoint.load import read_json
 from mindformers_core.checkpoint.slices import FileLayer
 from mindformers_core.checkpoint.tensors import share_weights
 from mindformers_core.layout import layout
-from mindformers_core.pipeline.layer_split import stages_of_rank
 from mindformers_core.serving.generator import Generator
 from mindformers_core.serving.prompts import encode_prompts, tokens_of
 from mindformers_core.serving.sampling import Sampling
@@ -96,8 +95,8 @@ def make_generator(recipe, mesh, rank, batch, length, count, checkpoint):
     """
     sizes, cells = replace(recipe.parallelism, sequence_parallel=False), {}
     layers, stage_mesh, is_part = stages_of(recipe, mesh, rank)
-    pp_ranks, chunks = mesh.group(rank, ("pp",)), sizes.pipeline_parallel_interleave_num if is_part else 1
-    last = len(pp_ranks) * chunks - 1
+    pp_ranks, chunks = mesh.group(rank, ("pp",)), sizes.pipeline_parallel_interleave_num
+    holders = recipe_schedule(recipe).stage_ranks(len(pp_ranks) * chunks, len(pp_ranks)) if is_part else (0,)
     for stage, part in layers.items():
         with ms.DeviceCtx("meta"):
             net = recipe.spec.build(recipe.model, part).set_train(False)
@@ -107,18 +106,14 @@ def make_generator(recipe, mesh, rank, batch, length, count, checkpoint):
                     "add_caches(batch, slots), see docs/generate.md"
                 )
             net.add_caches(batch, length + count)
-        plan = {"": {"output": layout("None", "None", "None")}} if stage == last else None
+        plan = {"": {"output": layout("None", "None", "None")}} if stage == len(holders) - 1 else None
         settings = {"seed": recipe.training.seed, "mode": recipe.context.engine, "check_inputs": False}
         cells[stage] = shard(net, stage_mesh, sizes, plan, **settings)
     fill(checkpoint, weight_parts(recipe, cells, rank), recipe, mesh, rank)
     share_weights(cells.values())
-    stage_ranks = [pp_ranks[0]] * (last + 1)
-    placement = recipe_schedule(recipe).placement if is_part else "loop"
-    for place, holder in enumerate(pp_ranks):
-        for stage in stages_of_rank(place, len(pp_ranks), chunks, placement):
-            stage_ranks[stage] = holder
     (place,), rows = mesh.coordinate(rank, ("dp",)), batch // mesh.axis_size("dp")
     rows = slice(place * rows, (place + 1) * rows)
+    stage_ranks = [pp_ranks[holder] for holder in holders]
     return Generator(cells, stage_ranks, rank, rows, length, recipe.context.mode == 0)
 
 
