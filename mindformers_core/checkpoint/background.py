@@ -33,18 +33,16 @@ class BackgroundSave:
 
     Args:
         ranks: the `Ranks`.
+
+    Attributes:
+        folder: of the last checkpoint that was asked for; None before.
     """
 
     def __init__(self, ranks):
-        self._ranks = ranks
-        self._plan = self._memory = self._faulting = self._process = self._folder = None
+        self._ranks, self.folder = ranks, None
+        self._plan = self._memory = self._faulting = self._process = None
         self._copying = self._error = None  # the thread that copies, and the text of its error
         self._descriptors = ()  # of the snapshot, and of the parts of all ranks
-
-    @property
-    def folder(self):
-        """The folder of the last checkpoint that was asked for; None before."""
-        return self._folder
 
     def settle(self, waits=True):
         """Whether no rank is writing any more; `waits` for that.
@@ -59,7 +57,7 @@ class BackgroundSave:
                     self._end()
                     self._ranks.gather(None)  # no rank writes any more
                     if self._ranks.rank == 0:
-                        clean(self._folder, FileLayer())
+                        clean(self.folder, FileLayer())
                     where = f"rank {rank}: " if len(found) > 1 else ""
                     raise SaveError(f"{where}{told}")
             if _BUSY not in found.values():
@@ -113,7 +111,7 @@ class BackgroundSave:
             ValueError: see `plan_save`.
         """
         self.reserve(parts)
-        ranks, self._folder = self._ranks, folder
+        ranks, self.folder = self._ranks, folder
         request = {"rank": ranks.rank, "folder": os.path.abspath(folder), "keep": keep}
         request |= {"documents": {path: data.decode() for path, data in documents.items()}} if ranks.rank == 0 else {}
         tokens = ranks.gather(f"{os.getpid()}-{time.time_ns()}")
@@ -140,7 +138,7 @@ class BackgroundSave:
                 np.copyto(*pair)
             self._write(request)
         except OSError as error:
-            self._error = str(SaveError.of(self._folder, error))
+            self._error = str(SaveError.of(self.folder, error))
 
     def await_copies(self):
         """Wait until the moments are copied too: before they change."""
@@ -171,7 +169,7 @@ class BackgroundSave:
             return None
         if self._process.returncode is None:
             return _BUSY
-        ended = SaveError.of(self._folder, f"the writer ended with code {self._process.returncode}")
+        ended = SaveError.of(self.folder, f"the writer ended with code {self._process.returncode}")
         return self._process.stdout.read().strip() or str(ended)
 
     def close(self):
