@@ -39,7 +39,7 @@ def open_source(recipe):
 
 
 def resume(job, checkpoint):
-    """`job` itself, with the tensors of a `Checkpoint`, and its state, unless weights only are taken; rank 0 says what.
+    """Give `job` the tensors of a `Checkpoint`, and its state, unless weights only are taken; rank 0 says what.
 
     Raises:
         ValueError: on all ranks: tensors that differ from the model's, a damaged file, another seed or length of
@@ -67,7 +67,6 @@ def resume(job, checkpoint):
         raise ValueError(
             f"training.steps: {recipe.training.steps}, but {checkpoint.folder} already has {job.step} steps"
         )
-    return job
 
 
 def fill(checkpoint, parts, recipe, mesh, rank, converts=True):
