@@ -130,14 +130,14 @@ def _train(arguments):
 
 
 def _run_steps(job):
-    from mindformers_core.checkpoint.save import SaveError
     from mindformers_core.trainer.data import DataError
-    from mindformers_core.trainer.records import RecordError
     from mindformers_core.trainer.training_loop import run_steps
 
     try:
         summary = run_steps(job)
-    except (SaveError, RecordError, DataError, FloatingPointError) as error:
+    except BrokenPipeError:
+        raise
+    except (OSError, DataError, FloatingPointError) as error:
         return _report(error)
     if job.rank == 0:
         print(summary)

@@ -122,9 +122,9 @@ def run_steps(job):
 
     Raises:
         FloatingPointError: on all ranks: the loss, or a gradient, is NaN or infinite; or, when they are to be saved,
-            the weights or moments are. SaveError: a checkpoint can't be saved. RecordError: the run folder can't be
-            made, is another run's, or takes no more records. ValueError: ranks have other weights where they should
-            have the same.
+            the weights or moments are. SaveError: a checkpoint can't be saved. OSError: the run folder can't be made,
+            is another run's, or takes no more records. ValueError: ranks have other weights where they should have the
+            same.
     """
     with ExitStack() as held:
         return _run_steps(job, _open_records(job, held))
