@@ -56,12 +56,10 @@ def recipe_schedule(recipe):
     """The class of the recipe's schedule.
 
     Raises:
-        ValueError: an unknown name, with the nearest one, or an import path of something else.
+        ValueError, TypeError, OSError: as of `schedule_class`.
     """
-    try:
+    with errors_at("parallelism.pipeline_parallel_schedule: ", kinds=(ValueError, TypeError, OSError)):
         return schedule_class(recipe.parallelism.pipeline_parallel_schedule)
-    except (ValueError, TypeError, OSError) as error:
-        raise ValueError(f"parallelism.pipeline_parallel_schedule: {error}") from None
 
 
 def micro_batches_of_a_run(recipe):
