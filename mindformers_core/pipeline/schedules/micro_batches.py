@@ -21,8 +21,8 @@ def split_micro_batches(args, kwargs, micro_batch_num, args_batch_dim=None, kwar
     """
     if args and args_batch_dim is not None and len(args_batch_dim) != len(args):
         raise ValueError(
-            f"args_batch_dim {tuple(args_batch_dim)} has {len(args_batch_dim)} entries, but there are {len(args)} positional arguments: "
-            "give one dim for each, None for one that isn't split"
+            f"args_batch_dim {tuple(args_batch_dim)} has {len(args_batch_dim)} entries, but there are {len(args)} "
+            "positional arguments: give one dim for each, None for one that isn't split"
         )
     dims = dict(enumerate(args_batch_dim or ())) | (kwargs_batch_dim or {})
     pieces = {}  # place or name of an argument -> its parts
