@@ -1,6 +1,6 @@
 """Which public functions of MindSpore become parallel, by `scripts/operator_coverage.py`, and docs/operators.md.
 
-`tests/operator_coverage.json` has the counts, and what isn't covered. Every twenty-fourth function is called daily, all of
+`tests/operator_coverage.json` has the counts, and what is not covered. One function of `EACH` is called daily, all of
 them nightly. The numbers: `python scripts/operator_coverage.py --numbers`.
 """
 
