@@ -234,7 +234,8 @@ def _open_records(job, held):
 
 def _records(job, held):
     recipe, folder = job.recipe, job.recipe.training.output_dir
-    carries_on = job.step > 0 and _carries_on(recipe)
+    own, loaded = map(os.path.realpath, (folder, recipe.checkpoint.load_path))
+    carries_on = job.step > 0 and os.path.commonpath([own, loaded]) == own  # from a checkpoint in its own folder
     held.enter_context(open_run_folder(folder, recipe_to_yaml(recipe), keep=carries_on))
     if carries_on and (others := set_aside(folder, job.step)):
         print(f"checkpoints of later steps are now {', '.join(others)}")
@@ -244,10 +245,3 @@ def _records(job, held):
     records = [metrics_writer(folder, after_step=job.step)]
     records += [tensorboard_writer(folder)] if recipe.monitor.tensorboard else []
     return [*records, progress_writer(recipe.training.steps, recipe.monitor.log_interval)]
-
-
-def _carries_on(recipe):
-    """Whether the run resumes from a checkpoint in its own run folder."""
-    folder = os.path.realpath(recipe.training.output_dir)
-    load_path = recipe.checkpoint.load_path
-    return bool(load_path) and os.path.commonpath([folder, os.path.realpath(load_path)]) == folder
