@@ -16,7 +16,7 @@ _PEAK = 300.0  # of float16 gradients, whose squares have no float16
 
 
 def compare_step(check, observer, step, buckets):
-    """Compare the results of a rank's passes, its gradients, and its parameters after updates; see `simulate`."""
+    """Compare the results of a rank's passes and its gradients, and in one dtype its updates; see `simulate`."""
     truth, (results, gradients, clip, optimizer) = check.truth, step
     terms = max((truth.largest("gradient", label) for label in truth.weight_gradients), default=0.0)
 
@@ -34,10 +34,12 @@ def compare_step(check, observer, step, buckets):
     summed = {path: np.zeros(parameter.global_shape) for path, parameter in parameters.items()} | truth.step_gradients
     for (path, parameter), gradient in zip(parameters.items(), gradients, strict=True):
         hold(1, "reduced gradient", path, parameter.layout, gradient, summed[path])
+    if check.precision.dtype is None:
+        return
     norm = np.sqrt(sum(np.square(gradient).sum() for gradient in summed.values()))
     (clipped, found), limits = clip(tuple(gradients)), (_TOLERANCE, check.precision.rounding)
     hold(2, "gradient norm", "", None, found, norm, limits=limits)
-    large = _PEAK / max(map(np.max, map(np.abs, summed.values())), default=1.0) if norm else 1.0
+    large = _PEAK / max((np.abs(each).max(initial=0.0) for each in summed.values()), default=1.0) if norm else 1.0
     halves = tuple(ops.cast(gradient * large, mstype.float16) for gradient in gradients)
     hold(2, "norm of float16 gradients", "", None, clip.norm(halves), norm * large, limits=(2**-8, 0.0))
     factor = min(clip.max_norm / (norm + 1e-6), 1.0) if clip.max_norm else 1.0
