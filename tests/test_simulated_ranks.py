@@ -58,7 +58,7 @@ def test_a_rank_that_ends_early_is_waited_for():
         if rank < 5:
             SimulatedCollective(make_group(MESH, ("tp",)), "all_reduce", "sum")(Tensor(np.ones(3)))
 
-    waits = r"rank 3 in all_reduce over tp of float64 \[3\], number 1 over tp \(ranks 3, 4, 5\); rank 4 in all_reduce"
+    waits = r"rank 3 in all_reduce over tp of float64 \[3\] \('sum',\), number 1 over tp \(ranks 3, 4, 5\); rank 4 in"
     with pytest.raises(RuntimeError, match=waits):
         SimulatedRanks(6).run(work)
 
