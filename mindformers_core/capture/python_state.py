@@ -204,11 +204,11 @@ class PythonReads:
         """Code of the user's runs for the first time."""
         code, space = frame.f_code, frame.f_globals
         for name in code.co_names:
-            read = Read(self._running(), code, name, name)
             if name in space:
-                self._read(space, space.get, name, space[name], read)
-            else:
-                self.consider(sys.modules.get(name), read)  # which the code itself imports
+                self._read(space, space.get, name, space[name], Read(self._running(), code, name, name))
+        for name in [each.argval for each in dis.get_instructions(code) if each.opname == "IMPORT_NAME"]:
+            for module in (name, f"{space.get('__package__')}.{name}".rstrip(".")):
+                self.consider(sys.modules.get(module), Read(self._running(), code, name, module))
         if not {"getenv", "environ"}.isdisjoint(code.co_names):
             self.consider(os.environ, Read(self._running(), code, "getenv", "os.environ"))
         for name in () if code in self._inner else code.co_freevars:  # of those inside the variables are made anew
