@@ -1,5 +1,6 @@
 """Operators of `mint` without a kernel on CPU, of others that have one: models for Ascend then run on one card here."""
 
+import re
 from contextlib import ExitStack
 from functools import wraps
 
@@ -103,7 +104,7 @@ def _batch_norm(input, weight=None, bias=None, mean=None, variance=None, trainin
 
 
 def _repeated(input, repeats, dim=None, output_size=None):
-    shape = input.shape
+    shape, dim = input.shape, dim % input.ndim
     input = ops.broadcast_to(input.expand_dims(dim + 1), (*shape[: dim + 1], repeats, *shape[dim + 1 :]))
     return input.reshape((*shape[:dim], -1, *shape[dim + 1 :]))
 
@@ -134,7 +135,70 @@ def _padded(input, padding, value=0.0):
     return input
 
 
+def _windows(input, size, stride, padding=0, dilation=1, value=0.0, ceil_mode=False):
+    """The pixels of each window, as (N, C, H, W) for every place in it, in the order of rows."""
+    size, stride, padding, dilation = (each if isinstance(each, (tuple, list)) else (each,) * 2
+                                       for each in (size, stride or size, padding, dilation))  # fmt: skip
+    counts, more = [], []
+    for pixels, kernel, step, pad, gap in zip(input.shape[-2:], size, stride, padding, dilation):
+        free = pixels + 2 * pad - gap * (kernel - 1) - 1
+        count = (-(-free // step) if ceil_mode else free // step) + 1
+        count -= ceil_mode and (count - 1) * step >= pixels + pad
+        counts.append(count)
+        more.append((pad, max((count - 1) * step + gap * (kernel - 1) + 1 - pixels - pad, 0)))
+    input = _padded(input, (*more[1], *more[0]), value)
+    for y, x in np.ndindex(*size):
+        y, x = y * dilation[0], x * dilation[1]
+        rows, columns = (at + (count - 1) * step + 1 for at, count, step in zip((y, x), counts, stride))
+        yield input[:, :, y : rows : stride[0], x : columns : stride[1]]
+
+
+def _unfolded(input, kernel_size, dilation=1, padding=0, stride=1):
+    windows = list(_windows(input, kernel_size, stride, padding, dilation))
+    windows = ops.cat([each.expand_dims(2) for each in windows], 2)  # (N, C, places, H, W)
+    return windows.reshape(windows.shape[0], windows.shape[1] * windows.shape[2], -1)
+
+
+def _max_pool(input, kernel_size, stride=None, padding=0, dilation=1, ceil_mode=False, return_indices=False):
+    result = None
+    for window in _windows(input, kernel_size, stride, padding, dilation, -1e4, ceil_mode):
+        result = window if result is None else ops.maximum(result, window)
+    return result, result
+
+
+def _average_pool(input, kernel_size, stride=None, padding=0, ceil_mode=False, with_padding=True, divisor=None):
+    total, ones, counts = 0, input[:1, :1] * 0 + 1, 0
+    for window in _windows(input, kernel_size, stride, padding, 1, 0.0, ceil_mode):
+        total = total + window
+    for window in _windows(ones, kernel_size, stride, padding, 1, 1.0 if with_padding else 0.0, ceil_mode):
+        counts = counts + window
+    return total / (divisor or counts)
+
+
+def _adaptive_average_pool(input, output_size):
+    output_size = output_size if isinstance(output_size, (tuple, list)) else (output_size,) * 2
+    for dim, size in zip((-2, -1), output_size):
+        if size is None:
+            continue
+        ends = [(i * input.shape[dim] // size, -(-(i + 1) * input.shape[dim] // size)) for i in range(size)]
+        parts = [input.narrow(input.ndim + dim, start, end - start) for start, end in ends]
+        input = ops.cat([ops.ReduceMean(True)(part, dim) for part in parts], dim)
+    return input
+
+
+def _upsampled(x, output_size=None, scales=None, align_corners=False):
+    size = output_size or [int(pixels * scale) for pixels, scale in zip(x.shape[-2:], scales)]
+    return ops.ResizeBilinearV2(align_corners, not align_corners)(x, tuple(size))
+
+
 KERNELS = {
+    "AdaptiveAvgPool2DExt": _adaptive_average_pool,
+    "AvgPool2D": _average_pool,
+    "FuncMaxPool2D": _max_pool,
+    "Im2ColExt": _unfolded,
+    "NonZeroExt": lambda input: tuple(ops.nonzero(input).astype(ms.int64).T),
+    "NonZero": lambda input: ops.nonzero(input).astype(ms.int64),
+    "UpsampleBilinear2D": _upsampled,
     "Arange": _arange,
     "LinSpaceExt": lambda start, end, steps, dtype=None: _array(
         np.linspace(_number(start), _number(end), _number(steps), dtype=np.float32), dtype
@@ -240,6 +304,8 @@ METHODS = {
     "masked_fill_": _overwritten(lambda x, mask, value: np.where(mask.asnumpy(), _number(value), x.asnumpy())),
 }
 FUNCTIONS = (
+    (ops, "rms_norm", _rms_norm),
+    (mint, "where", lambda *args: mint.nonzero(args[0], as_tuple=True) if len(args) == 1 else ops.where(*args)),
     (mint, "stack", lambda tensors, dim=0: ops.cat([each.expand_dims(dim) for each in tensors], dim)),
     (mint, "einsum", _einsum),
     (mint, "roll", _rolled),
@@ -256,8 +322,11 @@ def cpu_kernels():
     """A context in which the operators of `KERNELS` run on CPU; a capture sees them as they are."""
     stack = ExitStack()
     for name, function in KERNELS.items():
-        kind = getattr(gen_ops_prim, name)
+        kind, direct = getattr(gen_ops_prim, name), re.sub("(?<=[a-z0-9])(?=[A-Z])", "_", name).lower() + "_impl"
         stack.enter_context(replaced(kind, __call__=_on_cpu(kind.__call__, function, 1)))
+        if hasattr(ops.auto_generate, direct):
+            original = getattr(ops.auto_generate, direct)
+            stack.enter_context(replaced(ops.auto_generate, **{direct: _on_cpu(original, function)}))
     for name, function in (IN_PLACE | METHODS).items():
         stack.enter_context(replaced(Tensor, **{name: _on_cpu(getattr(Tensor, name), function)}))
     for owner, name, function in FUNCTIONS:

@@ -5,11 +5,16 @@ import importlib.machinery
 import inspect
 import re
 import sys
+from collections import OrderedDict
+from contextlib import ExitStack
+from functools import wraps
 from unittest.mock import MagicMock
 
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
+
+from mindformers_core.scopes import replaced
 
 SIZES = {  # pattern of an attribute's name in a configuration -> its value
     r"(n|num)_(hidden_)?layers?|(encoder|decoder|num_encoder|num_decoder|depth)_layers|depth|layers|num_blocks": 2,
@@ -32,6 +37,16 @@ SIZES = {  # pattern of an attribute's name in a configuration -> its value
     r"num_lables|num_classes": 8,
     r"(bos|eos|sep|cls|mask|unk|decoder_start|image|video|audio)_token_(id|index)": 3,
 }
+SMALLER = {  # module of mindcv -> arguments of its Cell
+    "convnext": {"dims": [32, 64, 96, 128]},
+    "densenet": {"block_config": (2, 2, 2, 2)},
+    "dpn": {"k_r": 32, "k_sec": (2, 2, 2, 2)},
+    "halonet": {"depth_list": [1, 1, 1, 1]},
+    "repmlp": {"channels": (64, 128, 128, 128), "num_blocks": (1, 1, 1, 1)},
+    "swintransformer": {"embed_dim": 24, "depths": [2, 2]},
+    "swintransformerv2": {"embed_dim": 24, "depths": [2, 2]},
+}
+IMAGES = {"cmt": 160, "convit": 224, "repmlp": 224}  # pixels of a side, of those whose arguments don't say
 FEW = "xx_small|xxs|tiny|_ti$|nano|atto|s12|_s_p32|b0|050|075|025|small|18$|121|92|_9$|11$|200mf|_a0|14$|05$|50"
 
 
@@ -106,20 +121,45 @@ def mindone():
     return {module: maker(kind) for module, (_, kind) in found.items()}
 
 
+def _smaller(module):
+    """A context in which the Cell of a module of mindcv is built with the arguments of `SMALLER`."""
+    stack, changes = ExitStack(), SMALLER.get(module, {})
+    for kind in vars(sys.modules[f"mindcv.models.{module}"]).values():
+        if changes and isinstance(kind, type) and changes.keys() <= inspect.signature(kind.__init__).parameters.keys():
+            stack.enter_context(replaced(kind, __init__=_with(kind.__init__, changes)))
+    return stack
+
+
+def _with(build, changes):
+    """A constructor with some of its arguments exchanged."""
+    signature = inspect.signature(build)
+
+    def changed(*args, **kwargs):
+        bound = signature.bind(*args, **kwargs)
+        bound.arguments.update(changes)
+        build(*bound.args, **bound.kwargs)
+
+    return wraps(build)(changed)
+
+
 def mindcv():
     """As `mindone`, the smallest model of each module of mindcv."""
     import mindcv as library
     from mindcv.models.registry import _module_to_models
 
-    def maker(name):
+    def maker(module, name):
         def make():
             sizes = re.findall(r"(?:224|256|384)", name)
-            try:
-                net, size = library.create_model(name, num_classes=10, image_size=64), 64
-            except TypeError:
-                net, size = library.create_model(name, num_classes=10), int(sizes[0]) if sizes else 64
+            with _smaller(module):
+                try:
+                    net, size = library.create_model(name, num_classes=10, image_size=64), 64
+                except TypeError:
+                    net, size = library.create_model(name, num_classes=10), int(sizes[0]) if sizes else 64
+            size = IMAGES.get(module, size)
+            if module == "vgg":
+                net.classifier = nn.Dense(512 * 7 * 7, 10)
             image = np.random.default_rng(0).standard_normal((4, 3, size, size)).astype(np.float32)
-            return net, (Tensor(image),), {}
+            return shortened(net), (Tensor(image),), {}
 
         return make
 
@@ -127,8 +167,24 @@ def mindcv():
     found = {}
     for module, names in sorted(_module_to_models.items()):
         order = lambda name: (min([p for s, p in rank.items() if re.search(s, name)], default=99), len(name), name)  # noqa: E731
-        found[module] = maker(min(names, key=order))
+        found[module] = maker(module, min(names, key=order))
     return found
+
+
+def shortened(net):
+    """A Cell in which of each run of layers of one class, with Parameters of the same shapes, two are left."""
+    for _, cell in net.cells_and_names():
+        if isinstance(cell, (nn.CellList, nn.SequentialCell)):
+            kept, keys = [], []
+            for layer in cell._cells.items():
+                key = type(layer[1]), tuple(parameter.shape for parameter in layer[1].get_parameters())
+                if not key[1] or keys[-2:] != [key, key]:
+                    kept, keys = [*kept, layer], [*keys, key]
+            is_list = isinstance(cell, nn.CellList)
+            cell._cells = OrderedDict((str(at), each[1]) if is_list else each for at, each in enumerate(kept))
+            if not is_list:
+                cell.cell_list = list(cell._cells.values())
+    return net
 
 
 class _Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):

@@ -4,7 +4,7 @@ A pytree is a tuple, list or dict of pytrees, or a leaf. Captured graphs consist
 """
 
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,11 @@ def tree_map(function, structure):
         return function(structure)
     kind = type(structure)
     if isinstance(structure, dict):
-        made = copy(structure)  # of any class, such as a defaultdict
+        if is_dataclass(kind):  # not by `copy`: a `__post_init__` may look at the tensors
+            made = kind.__new__(kind)
+            vars(made).update(vars(structure))
+        else:
+            made = copy(structure)  # of any class, such as a defaultdict
         for name, entry in structure.items():
             made[name] = tree_map(function, entry)
         return made

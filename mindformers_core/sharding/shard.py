@@ -1,5 +1,7 @@
 """`shard()`: a single-card Cell tree becomes parallel, in place, from the layouts declared for a few of its tensors."""
 
+from collections import Counter
+
 from mindspore import DeviceCtx, Parameter, ParameterTuple, mint, nn
 
 from mindformers_core.capture.capture import capture
@@ -107,6 +109,10 @@ def _place_parameters(cell, layouts, seed):
     In a dry run (the fake backend) these stay without values, on the meta device: nothing is allocated.
     """
     named = dict(cell.parameters_and_names())
+    counts = Counter(parameter.name for parameter in named.values())
+    for path, parameter in named.items():
+        if counts[parameter.name] > 1:  # optimizers refuse equal names, and a dict by name has one of them
+            parameter.name = path
     refuse_optimizers_of(cell, "shard", {path for path in named if any(layouts[path].dims)})
     shapes = {path: tuple(p.shape) for path, p in named.items() if initializer_of(p) is not None}
     parts = {}

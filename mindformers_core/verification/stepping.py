@@ -39,7 +39,7 @@ def compare_step(check, observer, step, buckets):
     norm = np.sqrt(sum(np.square(gradient).sum() for gradient in summed.values()))
     (clipped, found), limits = clip(tuple(gradients)), (_TOLERANCE, check.precision.rounding)
     hold(2, "gradient norm", "", None, found, norm, limits=limits)
-    large = _PEAK / max(map(np.max, map(np.abs, summed.values())), default=1.0) if norm else 1.0
+    large = _PEAK / max((np.abs(each).max(initial=0.0) for each in summed.values()), default=1.0) if norm else 1.0
     halves = tuple(ops.cast(gradient * large, mstype.float16) for gradient in gradients)
     hold(2, "norm of float16 gradients", "", None, clip.norm(halves), norm * large, limits=(2**-8, 0.0))
     factor = min(clip.max_norm / (norm + 1e-6), 1.0) if clip.max_norm else 1.0
