@@ -71,7 +71,7 @@ def _small_values(config):
 def inputs_for(names, config):
     """Small inputs by name, for the names of a `construct` that are known."""
     draw, vision = np.random.default_rng(0), getattr(config, "vision_config", config)
-    tokens = lambda: Tensor(draw.integers(4, 100, (4, 8)), ms.int32)  # noqa: E731
+    tokens = lambda: Tensor(draw.integers(4, 100, (4, 4)), ms.int32)  # noqa: E731
     floats = lambda *shape: Tensor(draw.standard_normal(shape).astype(np.float32))  # noqa: E731
     size, channels = getattr(vision, "image_size", 32), getattr(vision, "num_channels", 3)
     size = size if isinstance(size, int) else size[0]
@@ -79,8 +79,8 @@ def inputs_for(names, config):
     known = {
         "input_ids": tokens,
         "decoder_input_ids": tokens,
-        "attention_mask": lambda: Tensor(np.ones((4, 8)), ms.int32),
-        "bbox": lambda: Tensor(np.tile([1, 2, 5, 9], (4, 8, 1)), ms.int32),
+        "attention_mask": lambda: Tensor(np.ones((4, 4)), ms.int32),
+        "bbox": lambda: Tensor(np.tile([1, 2, 5, 9], (4, 4, 1)), ms.int32),
         "pixel_values": lambda: floats(4, channels, size, size),
         "input_values": lambda: floats(4, 800),
         "input_features": lambda: floats(4, bins, 64) if "decoder_input_ids" in names else floats(4, 64, bins),
