@@ -296,12 +296,18 @@ def _einsum(equation, *operands):
     return result if equation.partition("->")[2] else result.reshape(())
 
 
+def _masked_in_place(x, mask, value):
+    if x.is_floating_point():
+        raise RuntimeError("masked_fill_ of floats has no kernel on CPU, and no substitute with its gradient")
+    return _overwritten(lambda x: np.where(mask.asnumpy(), _number(value), x.asnumpy()))(x)
+
+
 METHODS = {
     "repeat": _repeat,
     "var": _variance,
     "std": lambda x, *args, **kwargs: ops.sqrt(_variance(x, *args, **kwargs)),
     "logsumexp": _log_sum_exp,
-    "masked_fill_": _overwritten(lambda x, mask, value: np.where(mask.asnumpy(), _number(value), x.asnumpy())),
+    "masked_fill_": _masked_in_place,
 }
 FUNCTIONS = (
     (ops, "rms_norm", _rms_norm),

@@ -103,6 +103,18 @@ class HalfThroughout(Projected):
         return ops.tanh(self.inner(x)) * 2.0
 
 
+class OneStrategy(Projected):
+    """A primitive with a strategy that cuts nothing, for tensors of other numbers of dims, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.cast = ops.Cast().shard(((1, 1, 1, 1),))
+        self.scale = Parameter(numbers(1, seed=4), "scale")
+
+    def construct(self, x):
+        return self.cast(self.inner(x), ms.float32) * self.cast(self.scale, ms.float32)
+
+
 class SharedInLists(nn.Cell):
     """A Cell in two plain lists and in a SequentialCell, a bound method in the place of another's `construct`."""
 
@@ -191,7 +203,7 @@ class NoElements(Projected):
 
 
 KINDS = (OwnStrategies, TwoHalves, ListsAsIndices, Asks, NamedProducts, HalfInside, SharedInLists)
-KINDS += (Outputs, DotsInNames, NoElements)
+KINDS += (OneStrategy, Outputs, DotsInNames, NoElements)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
