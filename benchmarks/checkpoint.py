@@ -29,7 +29,7 @@ from mindformers_core.checkpoint.background import BackgroundSave
 from mindformers_core.checkpoint.load import load, open_checkpoint
 from mindformers_core.checkpoint.parts import Ranks
 from mindformers_core.checkpoint.save import save
-from mindformers_core.checkpoint.tensors import fill_parameter, model_parts, values_of
+from mindformers_core.checkpoint.tensors import fill_parameter, model_parts
 from mindformers_core.communication import world
 from mindformers_core.communication.messages import gather_values
 from mindformers_core.layout import layout
@@ -146,7 +146,7 @@ def _ours(cell, ranks):
     own, folder = list(parts), f"{FOLDER}/ours"
 
     def values(part):
-        return values_of(parts[part])
+        return parts[part].asnumpy()
 
     def save_all():
         plans[0] = save(folder, own, values, {}, ranks, plans[0])

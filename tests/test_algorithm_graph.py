@@ -171,7 +171,7 @@ def test_graphs_of_all_ranks_are_alike():
     found = {"attention_dropout", "dropout", "func_dropout"}
     cases = [(*case, CUTS) for case in (*CASES.values(), (SPREADS, [NUMBERS]), (DRAWS, [NUMBERS]))]
     for functions, arrays, cuts in [*cases, (WINDOWS, [IMAGES, KERNELS], IMAGE_CUTS)]:
-        for function, given in product(functions.values(), cuts):
+        for function, given in product(functions.values(), cuts[::2]):
             for plan in plans_of(function, arrays, given)[1]:
                 found.add(plan.algorithm)
                 first, other = (algorithm_graph(plan, MESH, rank) for rank in (0, 3))

@@ -238,7 +238,7 @@ def test_the_first_snapshot_has_its_pages_already(tmp_path):
     state = State({("model", "a"): ("float32", array)}, {("model", "a"): [Layout.on(mesh, ((), ()))]})
     saving, parts = BackgroundSave(Ranks()), state.parts(0)
     saving.reserve(parts)
-    saving._faulting.join()
+    saving._faulting.result()
     memory, count = saving._memory, resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     saving.start(step_folder(tmp_path, 1), parts, state.value, {}, (0, 0))
     faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - count

@@ -6,8 +6,9 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from mindformers_core.trainer.data import TokenDataset, first_sequence, open_dataset, text_files
-from mindformers_core.trainer.recipe import TrainDataset
+from mindformers_core.models import LlamaConfig
+from mindformers_core.trainer.data import TokenDataset, local_batch, open_dataset, text_files
+from mindformers_core.trainer.recipe import Parallelism, Recipe, TrainDataset, Training, recipe_mesh
 
 
 def make_dataset(count=101, seq_length=4, seed=1):
@@ -20,11 +21,11 @@ def section(tmp_path, *paths, **others):
 
 def global_batch(dataset, consumed, global_batch_size, dp_size, local):
     """All sequences of one step, as all ranks and micro-batches together read them, micro-batch by micro-batch."""
-    parts = []
-    for micro_batch in range(global_batch_size // (local * dp_size)):
-        for dp_rank in range(dp_size):
-            parts.append(dataset.batch(first_sequence(consumed, micro_batch, dp_rank, dp_size, local), local)[0])
-    return np.concatenate(parts)
+    training = Training(global_batch_size=global_batch_size, local_batch_size=local)
+    recipe = Recipe(LlamaConfig(), training=training, parallelism=Parallelism(data_parallel_shard=dp_size))
+    mesh = recipe_mesh(recipe)
+    ids = [local_batch(recipe, mesh, rank, dataset, consumed)[0] for rank in range(dp_size)]
+    return np.stack(ids, 1).reshape(global_batch_size, -1)
 
 
 @pytest.mark.parametrize("dp_size, local", [(1, 8), (1, 2), (2, 4), (2, 1), (4, 2), (8, 1)])

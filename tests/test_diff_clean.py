@@ -16,7 +16,7 @@ RUNS = {
     "tp 2": TP,
     "dp 2": DP,
     "dp 2, zero 3": ZERO3,
-    "pp 2": PP,
+    "pp 2": (*PP, "parallelism.pipeline_parallel_schedule=zb_h1"),
     "dp 2, tp 2, zero 2": (*DP, *TP, *ZERO2),
     "tp 2, sequence parallel, recompute": (*TP, "parallelism.sequence_parallel=true", *RECOMPUTE),
     "graph": GRAPH,

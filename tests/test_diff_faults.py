@@ -226,7 +226,9 @@ def _found(parting):
     return "moved" if parting.first.copy.moved else key[0], name, about["operator"]
 
 
-@pytest.mark.parametrize("planted", FAULTS)
+@pytest.mark.parametrize(
+    "planted", [pytest.param(each, marks=[pytest.mark.nightly] * (place % 2)) for place, each in enumerate(FAULTS)]
+)
 def test_planted_fault(planted, one_card, tmp_path, monkeypatch):
     overrides, fault, expected = FAULTS[planted]
     run, perturbed = one_card

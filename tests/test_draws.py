@@ -93,7 +93,7 @@ def cut(mesh):
 
 
 @pytest.mark.parametrize(("name", "draw"), EVERY, ids=[f"{place}.{name}" for place, (name, _) in enumerate(EVERY)])
-@pytest.mark.parametrize("place", [1, 3])
+@pytest.mark.parametrize("place", [pytest.param(1, marks=pytest.mark.nightly), 3])
 def test_all_ranks_draw_their_parts_of_the_same_numbers(name, draw, place):
     mesh = DeviceMesh(*MESHES[place])
     check = verify(Noisy(draw), mesh, Tensor(array()), plan=cut(mesh))

@@ -33,7 +33,7 @@ from mindformers_core.serving.sampling import Sampling, next_tokens
 from mindformers_core.tensor_parallel import shard
 from mindformers_core.trainer import generating
 from mindformers_core.trainer.command_line import main
-from mindformers_core.trainer.generating import Request, continue_prompts, generate, make_generator, read_prompts
+from mindformers_core.trainer.generating import continue_prompts, generate, make_generator, read_prompts
 from mindformers_core.trainer.recipe import Parallelism, recipe_mesh
 
 
@@ -51,9 +51,9 @@ def test_texts_in_batches_of_any_size(trained):
     results = []
     for overrides, batch in ((mesh(), 8), (mesh(), 2), (mesh(dp=2), 1)):
         recipe, checkpoint = recipe_of(*overrides), checkpoint_of(trained)
-        request, ranks = Request(texts, 8, Sampling(0.7, 0.9, 1), batch), recipe_mesh(recipe)
+        options, ranks = (texts, 8, {"temperature": 0.7, "top_p": 0.9, "seed": 1}, batch), recipe_mesh(recipe)
         results += SimulatedRanks(ranks.size).run(
-            lambda rank, given=(recipe, ranks, checkpoint, request): continue_prompts(*given[:2], rank, *given[2:])
+            lambda rank, given=(recipe, ranks, checkpoint, *options): continue_prompts(*given[:2], rank, *given[2:])
         )
     assert all(each == results[0] for each in results)
     assert all(text.startswith(prompt) for text, prompt in zip(results[0], texts, strict=True))
@@ -191,13 +191,13 @@ def test_a_hugging_face_folder_with_its_tokenizer(tmp_path, monkeypatch):
     """Their weights continue prompts; without the package, or without a tokenizer, it is an error."""
     recipe = recipe_of_theirs(tmp_path)
     with pytest.raises(ValueError, match="no tokenizer: "):
-        generate(recipe, Request(("w1 w2",), 8))
+        generate(recipe, ["w1 w2"], 8)
     (tmp_path / "theirs/tokenizer.json").write_text(json.dumps([f"w{number}" for number in range(256)]))
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ModuleNotFoundError, match=r"tokenizer.json needs the package tokenizers: pip install"):
-        generate(recipe, Request(("w1 w2",), 8))
+        generate(recipe, ["w1 w2"], 8)
     monkeypatch.setitem(sys.modules, "tokenizers", SimpleNamespace(Tokenizer=Words))
-    (text,), _ = generate(recipe, Request(("w1 w2",), 8))
+    (text,), _ = generate(recipe, ["w1 w2"], 8)
     assert text.startswith("w1 w2 w") and len(text.split()) <= 10
 
 
@@ -224,10 +224,10 @@ def test_ids_that_end_a_text(tmp_path, monkeypatch, stop, expected):
     monkeypatch.setattr(generating, "tokens_of", lambda *given: found.append(given[-1]) or tokens_of(*given))
     run, drawn = Generator.run, []
     monkeypatch.setattr(Generator, "run", lambda *given: drawn.append(given[3]) or run(*given))
-    generate(recipe, Request(("w1",), 1, {"seed": 2}, tokenizer="bytes"))
+    generate(recipe, ["w1"], 1, {"seed": 2}, tokenizer="bytes")
     theirs = {"eos_token_id": [7], "do_sample": stop == 2, "temperature": 0.6, "top_p": None}
     (tmp_path / "theirs/generation_config.json").write_text(json.dumps(theirs))
-    generate(recipe, Request(("w1",), 1, {"seed": 2}, tokenizer="bytes"))
+    generate(recipe, ["w1"], 1, {"seed": 2}, tokenizer="bytes")
     assert [list(each) for each in found] == [expected, [7]]
     assert drawn == [Sampling(0.0, 1.0, 2), Sampling(0.6 if stop == 2 else 0.0, 1.0, 2)]
 
@@ -237,8 +237,7 @@ def test_the_package_tokenizers(tmp_path):
     tokenizers = pytest.importorskip("tokenizers", reason="needs tokenizers: pip install -e '.[tokenizer]'")
     words = tokenizers.models.WordLevel({f"w{number}": number for number in range(256)})
     tokenizers.Tokenizer(words).save(str(tmp_path / "words.json"))
-    request = Request(("w1",), 8, tokenizer=str(tmp_path / "words.json"))
-    (text,), _ = generate(recipe_of_theirs(tmp_path), request)
+    (text,), _ = generate(recipe_of_theirs(tmp_path), ["w1"], 8, tokenizer=str(tmp_path / "words.json"))
     assert text.startswith("w1 w")
 
 

@@ -34,7 +34,7 @@ from mindformers_core.trainer.data import open_dataset
 from mindformers_core.trainer.diffing import run_simulated
 from mindformers_core.trainer.recipe import Optimizer, TrainDataset
 from mindformers_core.trainer.recipe_loader import load_recipe
-from mindformers_core.trainer.records import RecordError, draw_losses, metrics_writer
+from mindformers_core.trainer.records import draw_losses, metrics_writer
 
 BASE = """
 training: {steps: 4, local_batch_size: 4, seed: 1}
@@ -209,7 +209,7 @@ def test_a_folder_that_takes_no_records(recipe, tmp_path, capfd):
     write({"step": 1, "loss": 1.0})
     resource.setrlimit(resource.RLIMIT_FSIZE, (40, limits[1]))
     try:
-        with pytest.raises(RecordError, match=rf"training.output_dir: {tmp_path}: .*File too large"):
+        with pytest.raises(OSError, match=rf"training.output_dir: {tmp_path}: .*File too large"):
             write({"step": 2, "loss": 2.0})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

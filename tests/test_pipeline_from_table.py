@@ -7,8 +7,11 @@ from mindspore import Tensor, ops
 from small_pipelines import Scale, array, pipeline
 
 from mindformers_core.communication import init_distributed, shutdown
+from mindformers_core.models import LlamaConfig
 from mindformers_core.pipeline import PlannedStage, load_table, save_table, schedule_class, schedule_of_table
 from mindformers_core.pipeline.schedules.named import SCHEDULES
+from mindformers_core.trainer.pipeline_recipe import layers_of_rank
+from mindformers_core.trainer.recipe import Parallelism, Recipe
 
 
 def planned(name, ranks=4, micro_batches=8):
@@ -23,7 +26,7 @@ def test_a_schedule_in_a_file_is_the_same_schedule(name, suffix, tmp_path):
     save_table(schedule.table, path)
     kind = schedule_class(path)
     again = kind.planned(4, 8, schedule.table.stage_num // 4)
-    assert again.table == schedule.table and kind.placement == schedule.placement
+    assert again.table == schedule.table
 
 
 def test_numbers_that_are_not_the_table_s():
@@ -46,9 +49,11 @@ def test_a_placement_that_no_built_in_schedule_has(tmp_path):
     path = tmp_path / "blocks.csv"
     path.write_text("micro_batch_num,1\nstage_ranks,0,0,1,1\nrank 0,F0@0,F0@1,B0@1,B0@0\nrank 1,F0@2,F0@3,B0@3,B0@2\n")
     kind = schedule_class(str(path))
-    assert kind.placement is None
     orders = [" ".join(map(str, order)) for order in kind.planned(2, 1, 2).table.orders]
     assert orders == ["F0@0 F0@1 SF0@1 RB0@1 B0@1 B0@0", "RF0@2 F0@2 F0@3 B0@3 B0@2 SB0@2"]
+    sizes = Parallelism(pipeline_parallel=2, pipeline_parallel_interleave_num=2, pipeline_parallel_schedule=str(path))
+    recipe = Recipe(LlamaConfig(num_hidden_layers=4), parallelism=sizes)
+    assert [[*layers_of_rank(recipe, rank)] for rank in range(2)] == [[0, 1], [2, 3]]
 
 
 def test_a_table_from_a_file_runs(tmp_path):

@@ -164,7 +164,7 @@ def bucket_members(net):
 def test_what_mixed_precision_leaves_unverified_is_told():
     check, _ = small(shard_size=2, threshold=0, mixed_precision=MixedPrecision(compute="float16"))
     assert not check.faults and check.precision.dtype == "float64"
-    assert check.notes == ("not verified: the dtypes of mixed_precision; everything is computed in one dtype",)
+    assert check.notes == ("not verified: tensors inside in the dtypes of mixed_precision",)
 
 
 def test_ranks_whose_terms_are_wrong_together_are_named_together(monkeypatch):
@@ -247,6 +247,25 @@ def test_an_operator_that_computes_something_else_than_its_source(monkeypatch):
     finally:
         operator_source._form.cache_clear()
     assert "a result by the model's own code; one card's is the captured program's" in check.report()
+
+
+class _Modes(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.drop = nn.Dense(4, 4), nn.Dropout(p=0.5)
+
+    def construct(self, x):
+        return self.drop(self.inner(x)) if self.training else ops.silu(self.inner(x))
+
+
+def test_evaluation_is_compared_where_it_differs(monkeypatch):
+    monkeypatch.setitem(registry._FACTS, "SiLU", replace(registry._FACTS["SiLU"], source="ops.relu(input)"))
+    operator_source._form.cache_clear()
+    try:
+        check = verify(_Modes().set_train(), DeviceMesh((2,), ("dp",)), Tensor(array(2, 4)))
+    finally:
+        operator_source._form.cache_clear()
+    assert "a result by the model's own code" in check.report() and "in evaluation, after" in check.report()
 
 
 def test_what_verify_takes():

@@ -17,15 +17,13 @@ def test_names_and_dtypes_are_the_same_policy():
 @pytest.mark.parametrize("own", ["float32", "float16", "bfloat16", "float64"])
 def test_by_default_all_stays_as_the_cell_has_it_but_halves_are_summed_in_float32(own):
     policy = MixedPrecision()
-    assert policy.parameter_dtype(own) == policy.compute_dtype(own) == own
     summed = "float32" if own in ("float16", "bfloat16") else own
     assert policy.reduce_dtype(own) == policy.gradient_dtype(own) == summed
-    assert policy.output is None
+    assert policy.parameter is policy.compute is policy.output is None
 
 
 def test_what_is_given_counts():
     policy = MixedPrecision(parameter="float32", compute="float16")
-    assert (policy.parameter_dtype("float16"), policy.compute_dtype("float32")) == ("float32", "float16")
     assert policy.reduce_dtype("float16") == "float32"
     assert MixedPrecision(reduce="float16").reduce_dtype("bfloat16") == "float16"
     assert MixedPrecision(reduce="bfloat16").gradient_dtype("float32") == "bfloat16"

@@ -25,7 +25,7 @@ from mindformers_core.mesh import DeviceMesh
 from mindformers_core.trainer.recipe import MESH_AXES, mesh_shape
 from mindformers_core.trainer.recipe_loader import load_recipe
 from mindformers_core.trainer.verifying import verify_recipe
-from mindformers_core.zero import hsdp
+from mindformers_core.zero import MixedPrecision, hsdp
 
 __all__ = ["SUBJECTS", "PlantedFault", "outcome", "read_faults"]
 
@@ -45,6 +45,24 @@ class Classes(nn.Cell):
     def construct(self, x, labels):
         logits = self.head(self.down(ops.tanh(self.norm(self.up(x)))))
         return self.loss(ops.log_softmax(logits, 1), labels, self.shares)[0]
+
+
+class Passed(nn.Cell):
+    def construct(self, x):
+        return ops.tanh(x)
+
+
+class Drawn(nn.Cell):
+    """Two dropouts, deviations over a dim that is cut, and a Cell that takes another layout."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.drop, self.passed = nn.Dense(8, 8, weight_init=Tensor(array(8, 8))), nn.Dropout(p=0.4), Passed()
+
+    def construct(self, x):
+        x = self.up(x)
+        y = self.passed(self.drop(x))
+        return ops.square(ops.dropout(y, 0.3, self.training)).mean() + ops.std(x, 1, 1, True).mean()
 
 
 @dataclass(frozen=True)
@@ -164,6 +182,14 @@ def classes(**settings):
     return verify(build, mesh, Tensor(array(8, 8)), Tensor(np.arange(8, dtype=np.int32))), mesh
 
 
+def drawn():
+    """Verify `Drawn` on 2 x 2 ranks."""
+    mesh = DeviceMesh((2, 2), ("dp", "tp"))
+    plan = {"": {"input": {"x": layout("dp")}}, "up": columns(axes_of(mesh))}
+    plan["passed"] = {"input": {"x": layout(("dp", "tp"), None)}}
+    return verify(Drawn().set_train(), mesh, Tensor(array(8, 8)), plan=plan), mesh
+
+
 _FLAT = ("pipeline_parallel=1",)
 _STAGES = ("data_parallel_shard=1", "tensor_parallel=1", "sequence_parallel=false", "training.global_batch_size=4")
 _TWO_STAGES = ("pipeline_parallel_interleave_num=2", "model.num_hidden_layers=4")
@@ -178,9 +204,14 @@ SUBJECTS = {
         2, shard_size=2, optimizer_level="level2", comm_fusion=0.0002, accumulate_grad_step=3
     ),
     "zero 3": lambda: data_parallel(2, shard_size=2, optimizer_level="level3", accumulate_grad_step=2),
+    "zero 3, mixed": lambda: data_parallel(
+        2, shard_size=2, optimizer_level="level3", mixed_precision=MixedPrecision(compute="float16")
+    ),
+    "drawn": drawn,
     "classes": classes,
     "classes, zero 2": lambda: classes(shard_size=2, optimizer_level="level2"),
     "llama": lambda: recipe(*_FLAT),
+    "llama, eager": lambda: recipe(*_FLAT, "context.engine=eager"),
     "llama, tp": lambda: recipe(*_FLAT, "sequence_parallel=false"),
     "llama, recomputed": lambda: recipe(*_FLAT, "recompute.full=true", "zero_level=2", "zero_threshold_kb=0"),
     "stages": lambda: recipe(*_STAGES),

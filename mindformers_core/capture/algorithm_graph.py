@@ -62,16 +62,32 @@ def algorithm_graph(plan, mesh, rank=None):
         CaptureError: the algorithm looks at values.
     """
     values = tree_leaves((plan.node.args, plan.node.kwargs))
-    shapes = tuple(value.shape for value in values)
-    output = plan.outputs[0], tree_leaves(plan.node.outputs)[0].shape
-    rank = world().rank if rank is None else rank
-    cut = ShardContext(mesh, plan.cut_axes, plan.inputs, shapes, rank, halos=plan.signature.halos, output=output)
     metas = [tensor_meta(layout.local_shape(value.shape), value.dtype) for layout, value in zip(plan.inputs, values)]
-    graph = capture(_Algorithm(plan, cut), *metas)
+    graph = capture(_Algorithm(plan, shard_context(plan, mesh, world().rank if rank is None else rank)), *metas)
     found = [value.shape for value in tree_leaves(graph.result)]
     expected = plan.local_shapes
     assert found == expected, f"algorithm '{plan.algorithm}' of {plan.node.operator} gives {found}, not {expected}"
     return graph
+
+
+def shard_context(plan, mesh, rank):
+    """The `ShardContext` of an `OperatorPlan` with an algorithm."""
+    shapes = tuple(value.shape for value in tree_leaves((plan.node.args, plan.node.kwargs)))
+    output = plan.outputs[0], tree_leaves(plan.node.outputs)[0].shape
+    return ShardContext(mesh, plan.cut_axes, plan.inputs, shapes, rank, halos=plan.signature.halos, output=output)
+
+
+def run_algorithm(plan, tensors, operator, context):
+    """The results of a plan's algorithm for local tensors; `operator` is a function of `(args, kwargs)`."""
+    call = plan.signature.localized(plan.node.args, plan.node.kwargs, plan.local_shapes, runs_algorithm=True)
+    args, kwargs = tree_fill(call, tensors, (Value, TensorMeta))
+    return algorithm_named(plan.algorithm)(lambda *local: operator(local, kwargs), args, context)
+
+
+def called_node(node, args):
+    """The `OperatorNode` with these arguments: without its primitive where an algorithm has changed its attributes."""
+    changed = node.primitive and args[node.primitive.inputs :] != node.args[node.primitive.inputs :]
+    return replace(node, kind="function", primitive=None) if changed else node
 
 
 class _Algorithm(nn.Cell):
@@ -82,11 +98,9 @@ class _Algorithm(nn.Cell):
         self.plan, self.cut = plan, cut
 
     def construct(self, *tensors):
-        plan, self.recorder = self.plan, tensors[0].recorder
+        self.recorder = tensors[0].recorder
         cut = replace(self.cut, redistribute=self._move, next_random_state=self.recorder.random_state)
-        call = plan.signature.localized(plan.node.args, plan.node.kwargs, plan.local_shapes, runs_algorithm=True)
-        args, kwargs = tree_fill(call, tensors, (Value, TensorMeta))
-        return algorithm_named(plan.algorithm)(lambda *local: self._operator(local, kwargs), args, cut)
+        return run_algorithm(self.plan, tensors, self._operator, cut)
 
     def _move(self, local, source, target):
         """As `redistribute_local`, recorded as a node."""
@@ -99,7 +113,6 @@ class _Algorithm(nn.Cell):
         node = self.plan.node
         shapes = iter(call_shapes(node, *tree_map(meta_of, (args, kwargs))))
         outputs = tree_map(lambda value: self.recorder.meta(next(shapes), value.dtype), node.outputs)
-        changed = node.primitive and args[node.primitive.inputs :] != node.args[node.primitive.inputs :]
-        kind, primitive = ("function", None) if changed else (node.kind, node.primitive)
+        node = called_node(node, args)
         args, kwargs = self.recorder.stand_in((args, kwargs))
-        return self.recorder.add_node(node.operator, kind, args, kwargs, outputs, primitive)
+        return self.recorder.add_node(node.operator, node.kind, args, kwargs, outputs, node.primitive)

@@ -168,11 +168,10 @@ class CapturedTree:
         self._parameters = {id(parameter): path for path, parameter in root.parameters_and_names()}
         self._local_paths = {id(cell): _paths_from(cell) for cell in cells.values()}
         self._stand_ins, self._copies, self.before = {}, [], {}
-        self._casts = {id(cell): _CASTS.get(cell.__dict__["mixed_precision_type"]) for cell in cells.values()}
 
     def cast_of(self, cell):
         """The dtype that operators in a Cell cast floats to, by `Cell.to_float`; None: as around it."""
-        return self._casts[id(cell)]
+        return _CASTS.get(self.before[id(cell)]["mixed_precision_type"])
 
     def path(self, cell):
         """Path of a Cell from the root."""

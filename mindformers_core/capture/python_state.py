@@ -6,10 +6,12 @@ among all these. The idea of guards is that of TorchDynamo.
 """
 
 import dis
+import gc
 import os
 import random
 import sys
 import sysconfig
+import types
 import uuid
 from array import array
 from collections import ChainMap, UserDict, UserList, deque
@@ -19,7 +21,6 @@ from contextvars import ContextVar
 from functools import cache, partial
 from itertools import repeat
 from operator import attrgetter, is_
-from types import CellType, CodeType, FunctionType, MappingProxyType, MethodType, ModuleType, SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -31,16 +32,16 @@ from mindformers_core.program.structure import tree_leaves, tree_map
 
 _MISSING = type("missing", (), {})
 _TABLES = ("_params", "_buffers", "_cells", "_params_list")  # of a Cell, where other attributes are
-_DICTS = (dict, MappingProxyType, UserDict, ChainMap)
-_FIXED = (tuple, frozenset, partial, MethodType)
-_PARTS = (  # kinds, and function that gives what such a one consists of
-    (_DICTS, lambda one: (len(one), *one, *one.values())),
-    ((list, set, deque, UserList, array, bytearray, tuple, frozenset), lambda one: (len(one), *one)),
-    (np.ndarray, lambda one: (one.tobytes(), one.shape, one.dtype.str)),
+_FIXED = (tuple, frozenset, partial, types.MethodType)
+_OF_FUNCTION = attrgetter("__code__", "__defaults__", "__kwdefaults__", "__closure__")
+_PARTS = (  # kinds, and function that gives what such a one consists of: first the number of parts, where it varies
+    ((dict, types.MappingProxyType, UserDict, ChainMap), lambda one: (len(one), *one, *one.values())),
+    ((list, set, deque, UserList, array, bytearray, memoryview, tuple, frozenset), lambda one: (len(one), *one)),
+    (np.ndarray, lambda one: (one.tobytes(), one.shape, one.dtype.str, *(one.flat if one.dtype.hasobject else ()))),
     (partial, attrgetter("func", "args", "keywords")),
-    (MethodType, attrgetter("__self__", "__func__")),
-    (FunctionType, lambda one: (one.__dict__, one.__defaults__, one.__kwdefaults__, *(one.__closure__ or ()))),
-    (CellType, lambda one: _held_by(one)),
+    (types.MethodType, attrgetter("__self__", "__func__")),
+    (types.FunctionType, lambda one: (len(vars(one)), *_OF_FUNCTION(one), *vars(one), *vars(one).values())),
+    (types.CellType, lambda one: (*gc.get_referents(one), _MISSING)[:1]),  # it may be empty yet
     (ContextVar, lambda one: (one.get(_MISSING),)),
     (type(os.environ), lambda one: (one._data,)),
 )
@@ -50,8 +51,9 @@ _CHANGING = frozenset(  # functions of C that give another result at every call
     ("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "now", "utcnow", "urandom")
 )
 _DRAWING_FILES = (random.__file__, uuid.__file__, str(random.__file__).replace("random.py", "secrets.py"))
-_SPELLED_OUT = frozenset(("getattr", "vars", "__dict__", "asdict"))  # attributes whose names no code spells
+_SPELLED_OUT = frozenset(("getattr", "vars", "__dict__", "asdict", "astuple"))  # attributes whose names no code spells
 CURES = "pass it as an argument of construct, a tensor; or mark the Cell, cell.eager() after shard()"
+_BY_REPR = (int, bool, str, bytes, float, complex, slice)
 _STDLIB = sysconfig.get_paths()["stdlib"]
 
 
@@ -125,10 +127,9 @@ class PythonReads:
 
     def __init__(self, running, error):
         self._running, self._error = running, error
-        self._spaces = {}  # id of a holder of names -> (holder, its `get`, {name: (value, Read)})
-        self._contents = {}  # id of a container -> (container, contents, Read)
+        self._guards = {}  # see `_read`
         self._objects = {}  # id -> (object whose attributes code may read, its description)
-        self.asked, self._codes, self._names = {}, set(), {}
+        self.asked, self._codes, self._names = {}, set(), {}  # names in code that has run -> this code
         self._inner = set()  # code of functions that are made by code that has run
 
     def profile(self, frame, event, called):
@@ -165,10 +166,8 @@ class PythonReads:
                 )
             self._read(cell, get, name, attributes[name], read)
         elif not any(name in (attributes.get(table) or ()) for table in _TABLES):
-            owner = next((kind for kind in type(cell).__mro__ if name in vars(kind)), None)
             self._read(cell, get, name, _MISSING, read)
-            if owner is not None and owner_of(_file_of(owner)) == "user":
-                self._read(owner, vars(owner).get, name, vars(owner)[name], read)
+            self._name({name}, read.code)
 
     def cells(self, cell, code):
         """The Cells in a Cell are read."""
@@ -178,7 +177,7 @@ class PythonReads:
     def reading(self, cell, construct):
         """While open, the `construct` of a Cell runs."""
         self._names.setdefault("construct", construct.__code__)
-        for each in (construct.__func__, *type(cell).__mro__):
+        for each in (construct.__func__, *type(cell).__mro__[2:]):  # those that the Cell has outside of the capture
             self.consider(each, Read(cell, construct.__code__, "", each.__name__))
         sys.setprofile(self.profile)
         try:
@@ -188,84 +187,88 @@ class PythonReads:
 
     def finish(self, writes):
         """The `PythonState`; `writes` as there."""
-        holders = [one for one, _, _ in self._contents.values() if isinstance(one, (list, deque, dict))]
-        holders += [vars(one) for one, _ in self._objects.values() if isinstance(getattr(one, "__dict__", None), dict)]
-        for one in (*holders, *(space for space, _, _ in self._spaces.values() if isinstance(space, dict))):
-            for key, value in [*(one.items() if isinstance(one, dict) else enumerate(one))]:
-                if id(value) not in self._contents and tree_leaves(value, Traced):
-                    one[key] = LeftBehind()
-        groups = [
-            (partial(map, get, tuple(entries), repeat(_MISSING)), *zip(*entries.values()))
-            for _, get, entries in self._spaces.values()
-        ]
-        groups += [(partial(_parts, one), seen, repeat(read)) for one, seen, read in self._contents.values()]
+        for one, *_ in (*self._guards.values(), *self._objects.values()):
+            space = one if isinstance(one, (list, deque, dict)) else getattr(one, "__dict__", None)
+            if isinstance(space, (list, deque, dict)) and not _is_captured(one):
+                for key, value in [*(space.items() if isinstance(space, dict) else enumerate(space))]:
+                    if (id(value), type(None)) not in self._guards and tree_leaves(value, Traced):
+                        space[key] = LeftBehind()
+        groups = []
+        for one, get, entries in self._guards.values():
+            if get or not isinstance(one, _FIXED):
+                current = partial(map, get, tuple(entries), repeat(_MISSING)) if get else partial(_parts, one)
+                groups.append((current, *zip(*entries.values())))
         return PythonState(tuple(groups), tuple(writes))
 
     def _enter(self, frame):
         """Code of the user's runs for the first time."""
         code, space = frame.f_code, frame.f_globals
-        names = (*code.co_names, *(each for each in code.co_consts if isinstance(each, str)))
-        new = {name: code for name in names if name not in self._names}
-        self._names.update(new)
         for name in code.co_names:
+            read = Read(self._running(), code, name, name)
             if name in space:
-                self._read(space, space.get, name, space[name], Read(self._running(), code, name, name))
+                self._read(space, space.get, name, space[name], read)
+            else:
+                self.consider(sys.modules.get(name), read)  # which the code itself imports
         if not {"getenv", "environ"}.isdisjoint(code.co_names):
             self.consider(os.environ, Read(self._running(), code, "getenv", "os.environ"))
         for name in () if code in self._inner else code.co_freevars:  # of those inside the variables are made anew
             self.consider(frame.f_locals.get(name), Read(self._running(), code, name, name))
-        self._inner.update(each for each in code.co_consts if isinstance(each, CodeType))
-        for one, what in list(self._objects.values()):
+        self._inner.update(each for each in code.co_consts if isinstance(each, types.CodeType))
+        self._name((*code.co_names, *(each for each in code.co_consts if isinstance(each, str))), code)
+
+    def _name(self, names, code):
+        """Code names attributes: those of all objects that have been read are read."""
+        new = {name: code for name in names if name.isidentifier() and name not in self._names}
+        self._names.update(new)
+        for one, what in list(self._objects.values()) if new else ():
             self._attributes(one, what, new)
 
     def _read(self, holder, get, name, value, read):
-        entries = self._spaces.setdefault(id(holder), (holder, get, {}))[2]
+        """Guard a value that a holder has under a name, by its function `get(name, default)`, or as one of its parts
+        (`get` is None), and read on."""
+        entries = self._guards.setdefault((id(holder), type(get)), (holder, get, {}))[2]
         if name not in entries:
             entries[name] = value, read
             self.consider(value, read)
 
     def consider(self, value, read):
-        """Read what a value consists of, as far as code names it."""
-        if id(value) in self._objects or isinstance(value, (Tensor, LeftBehind)):
+        """Read what a value consists of, as far as code names it: a container's parts, the attributes of an object."""
+        if _is_captured(value) or id(value) in self._objects or isinstance(value, (Tensor, LeftBehind)):
             return
-        parts = _parts(value)
-        if parts is not None and id(value) not in self._contents:
-            if not isinstance(value, _FIXED):
-                self._contents[id(value)] = value, parts, read
-            for entry in parts:
-                self.consider(entry, read)
-        elif isinstance(value, _GENERATORS):
+        parts, has_attributes = _parts(value), hasattr(value, "__dict__") or hasattr(value, "__slots__")
+        if parts is None and isinstance(value, Iterator) and not hasattr(value, "__dict__"):
+            raise self._error(f"{read.what} is {value!r}, which gives something else at every call: {CURES}")
+        for place, part in enumerate(parts or ()):
+            self._read(value, None, place, part, read)
+        kind = value if isinstance(value, (type, types.ModuleType)) else type(value)
+        is_data = kind is not value and parts is None and owner_of(_file_of(kind)) == "user"
+        if isinstance(value, _GENERATORS) or has_attributes and (is_data or _is_users(_file_of(kind))):
             self._objects[id(value)] = value, read.what
-        elif parts is None and (not isinstance(value, nn.Cell) or "_recorder" not in vars(value)):
-            self._consider_object(value, read)
-
-    def _consider_object(self, one, read):
-        """A class, a module, or an object with attributes."""
-        if isinstance(one, Iterator) and not hasattr(one, "__dict__"):
-            raise self._error(f"{read.what} is {one!r}, which gives something else at every call: {CURES}")
-        kind = one if isinstance(one, (type, ModuleType)) else type(one)
-        has_names = _is_users(_file_of(one)) if kind is one else hasattr(one, "__dict__") or hasattr(one, "__slots__")
-        if has_names and owner_of(_file_of(kind)) == "user":
-            self._objects[id(one)] = one, read.what
-            self._attributes(one, read.what, self._names)
-            bases = one.__bases__ if isinstance(one, type) else ()
-            for each in (kind,) if kind is not one else bases:
+            self._attributes(value, read.what, self._names)
+            for each in (type(value), *getattr(value, "__bases__", ())):
                 self.consider(each, read)
 
     def _attributes(self, one, what, names):
         """Read the attributes of an object, class or module that have these names."""
-        own = getattr(one, "__dict__", None)
-        is_object = not isinstance(one, (type, ModuleType))
-        if is_object and own and _reads_by_name(type(one), self._names):
-            names = {**dict.fromkeys(own, next(iter(self._names.values()))), **names}
-        get = partial(getattr, one) if own is None else own.get
+        own, kind, is_object = getattr(one, "__dict__", None), type(one), not isinstance(one, (type, types.ModuleType))
+        kinds = [each for each in (*getattr(one, "__mro__", ()), *kind.__mro__) if _is_users(_file_of(each))]
+        maps_names = hasattr(kind, "__getattr__") or kind.__getattribute__ is not object.__getattribute__
+        if is_object and own and kind in kinds and (maps_names or not _SPELLED_OUT.isdisjoint(self._names)):
+            names = {**dict.fromkeys(own, next(iter(self._names.values()))), **names}  # which no code spells
         for name, code in [*names.items()]:
             if isinstance(one, nn.Cell) and name in attributes_of_any_cell():
                 continue
-            is_own = name in own if own is not None else name in getattr(one, "__slots__", ()) and hasattr(one, name)
-            kinds = type(one).__mro__ if is_object and own is not None else ()
-            if is_own or kinds and name in code.co_consts or any(name in vars(kind) for kind in kinds):
+            of_kind = next((vars(each)[name] for each in kinds if name in vars(each)), _MISSING)
+            is_slot = isinstance(of_kind, types.MemberDescriptorType)
+            is_asked = of_kind is not _MISSING or is_object and name in code.co_consts
+            if is_slot or own is not None and (is_asked or name in own):
+                get = partial(getattr, one) if is_slot else own.get
                 self._read(one, get, name, get(name, _MISSING), Read(self._running(), code, name, f"{what}.{name}"))
+
+
+def _is_captured(one):
+    """Whether it is a Cell of the tree, whose attributes are read as they are asked for."""
+    return isinstance(one, nn.Cell) and "_recorder" in vars(one)
 
 
 @cache
@@ -274,23 +277,9 @@ def attributes_of_any_cell():
     return frozenset(vars(nn.Cell())) | {"_mutable_flags", "_func_graph_flags", "_recorder"}
 
 
-def _reads_by_name(kind, names):
-    """Whether attributes of an object are read without their names in code: `getattr`, names that the class maps."""
-    maps_names = hasattr(kind, "__getattr__") or kind.__getattribute__ is not object.__getattribute__
-    return _is_users(_file_of(kind)) and (maps_names or not _SPELLED_OUT.isdisjoint(names))
-
-
-def _held_by(cell):
-    """The value of a function's outer variable, if it is set yet."""
-    try:
-        return (cell.cell_contents,)
-    except ValueError:
-        return ()
-
-
 def _parts(one):
     """What a value consists of; None for a class, module or other object."""
-    if isinstance(one, FunctionType) and not _is_users(one.__code__.co_filename):
+    if isinstance(one, types.FunctionType) and not _is_users(one.__code__.co_filename):
         return ()
     function = _parts_of(type(one))
     return function and function(one)
@@ -305,24 +294,24 @@ def _same(now, then, depth=8):
     """Whether a value computes the same as another one; what a call has left isn't read by the next."""
     if isinstance(now, LeftBehind):
         return True
-    if now is then or type(now) is not type(then) or not depth or isinstance(now, FunctionType):
+    if now is then or type(now) is not type(then) or not depth or isinstance(now, types.FunctionType):
         return now is then
-    if isinstance(now, (int, str, bytes)):
-        return now == then
-    if isinstance(now, (float, complex, np.generic, slice)):
+    if type(now) in _BY_REPR or isinstance(now, np.generic):
         return repr(now) == repr(then)
-    # all of it is in `__dict__`
-    is_data = hasattr(now, "__dict__") and type(now).__basicsize__ == SimpleNamespace.__basicsize__
-    is_data = is_data and not isinstance(now, (Tensor, nn.Cell, type, ModuleType))
-    if is_data and owner_of(_file_of(type(now))) == "user":
-        now, then = vars(now), vars(then)
-    pair = _parts(now), _parts(then)
+    pair = _all_of(now), _all_of(then)
     return pair[0] is not None and len(pair[0]) == len(pair[1]) and all(map(_same, *pair, repeat(depth - 1)))
+
+
+def _all_of(one):
+    """The parts of a value with its attributes; None where C code may keep more of it."""
+    parts, own, kind = _parts(one), getattr(one, "__dict__", None), type(one)
+    is_data = own is not None and kind.__basicsize__ == types.SimpleNamespace.__basicsize__
+    return (*(parts or ()), own) if parts is not None or is_data and owner_of(_file_of(kind)) == "user" else None
 
 
 def _file_of(kind):
     """The file of a module, or of the module of a class; "" for one that is built in."""
-    name = kind.__name__ if isinstance(kind, ModuleType) else kind.__module__
+    name = kind.__name__ if isinstance(kind, types.ModuleType) else kind.__module__
     return getattr(sys.modules.get(name), "__file__", None) or ("" if name in sys.builtin_module_names else "/")
 
 

@@ -216,12 +216,8 @@ class Recorder:
         args, kwargs = self.stand_in(args), self.stand_in(kwargs)
         metas = self._infer(func, primitive, args, kwargs)
         if self._silent or not tree_leaves(metas, Tensor):
-            return tree_map(self._unlisted, metas)
+            return tree_map(self.input, metas)  # of no graph
         return self._write(func, kind, primitive, args, kwargs, metas)
-
-    def _unlisted(self, leaf):
-        """A traced tensor of no graph, around a meta tensor."""
-        return Traced.around(self, leaf, Made(None, None)) if isinstance(leaf, Tensor) else leaf
 
     def _write(self, func, kind, primitive, args, kwargs, metas):
         """Record an operator, and return the traced results."""

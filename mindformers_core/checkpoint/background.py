@@ -7,9 +7,8 @@ import mmap
 import os
 import subprocess
 import sys
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
 
@@ -33,18 +32,16 @@ class BackgroundSave:
 
     Args:
         ranks: the `Ranks`.
+
+    Attributes:
+        folder: of the last checkpoint that was asked for; None before.
     """
 
     def __init__(self, ranks):
-        self._ranks = ranks
-        self._plan = self._memory = self._faulting = self._process = self._folder = None
-        self._copying = self._error = None  # the thread that copies, and the text of its error
+        self._ranks, self.folder = ranks, None
+        self._plan = self._memory = self._faulting = self._process = None
+        self._worker, self._copying = ThreadPoolExecutor(1), None  # the `Future` of the copy and the process's start
         self._descriptors = ()  # of the snapshot, and of the parts of all ranks
-
-    @property
-    def folder(self):
-        """The folder of the last checkpoint that was asked for; None before."""
-        return self._folder
 
     def settle(self, waits=True):
         """Whether no rank is writing any more; `waits` for that.
@@ -59,7 +56,7 @@ class BackgroundSave:
                     self._end()
                     self._ranks.gather(None)  # no rank writes any more
                     if self._ranks.rank == 0:
-                        clean(self._folder, FileLayer())
+                        clean(self.folder, FileLayer())
                     where = f"rank {rank}: " if len(found) > 1 else ""
                     raise SaveError(f"{where}{told}")
             if _BUSY not in found.values():
@@ -96,8 +93,7 @@ class BackgroundSave:
         snapshot = _shared_memory(max(1, places(plan.of_rank(self._ranks.rank))[1]))
         self._descriptors = snapshot, _shared_memory(len(described), described)
         self._memory = mmap.mmap(snapshot, 0)
-        self._faulting = threading.Thread(target=_fault_in, args=(self._memory,))
-        self._faulting.start()
+        self._faulting = self._worker.submit(_fault_in, self._memory)
 
     def start(self, folder, parts, values, documents, keep):
         """Copy this rank's tensors, and write the checkpoint beside what the caller does next; after `settle`.
@@ -113,12 +109,12 @@ class BackgroundSave:
             ValueError: see `plan_save`.
         """
         self.reserve(parts)
-        ranks, self._folder = self._ranks, folder
+        ranks, self.folder = self._ranks, folder
         request = {"rank": ranks.rank, "folder": os.path.abspath(folder), "keep": keep}
         request |= {"documents": {path: data.decode() for path, data in documents.items()}} if ranks.rank == 0 else {}
         tokens = ranks.gather(f"{os.getpid()}-{time.time_ns()}")
         request["token"] = tokens[min(tokens)]
-        self._faulting.join()
+        self._faulting.result()
         copies = snapshot_arrays(self._plan.of_rank(self._ranks.rank), self._memory)
         copied, later = [], []
         with ThreadPoolExecutor(_COPIERS) as pool:
@@ -130,22 +126,18 @@ class BackgroundSave:
                     later.append(pair)
         for each in copied:
             each.result()
-        self._copying = threading.Thread(target=self._finish, args=(later, request))
-        self._copying.start()
+        self._copying = self._worker.submit(self._finish, later, request)
 
     def _finish(self, pairs, request):
         """Copy what only an optimizer writes, then start the process."""
-        try:
-            for pair in pairs:
-                np.copyto(*pair)
-            self._write(request)
-        except OSError as error:
-            self._error = str(SaveError.of(self._folder, error))
+        for pair in pairs:
+            np.copyto(*pair)
+        self._write(request)
 
     def await_copies(self):
         """Wait until the moments are copied too: before they change."""
         if self._copying is not None:
-            self._copying.join()
+            wait([self._copying])
 
     def _write(self, request):
         encoded = encode_json(request)
@@ -164,21 +156,22 @@ class BackgroundSave:
 
     def _status(self):
         """None: nothing is being written; `_BUSY`; or the text of an error."""
-        self.await_copies()
-        if self._error:
-            return self._error
-        if self._process is None or self._process.poll() == 0:
+        if self._copying is None:
+            return None
+        if error := self._copying.exception():
+            return str(SaveError.of(self.folder, error))
+        if self._process.poll() == 0:
             return None
         if self._process.returncode is None:
             return _BUSY
-        ended = SaveError.of(self._folder, f"the writer ended with code {self._process.returncode}")
+        ended = SaveError.of(self.folder, f"the writer ended with code {self._process.returncode}")
         return self._process.stdout.read().strip() or str(ended)
 
     def close(self):
         """End the process, whatever it does, and free the memory; what is half-written isn't a checkpoint."""
         self._end()
         if self._faulting is not None:
-            self._faulting.join()
+            self._faulting.result()
         for descriptor in self._descriptors:
             os.close(descriptor)
         self._plan = self._memory = self._faulting = None
@@ -187,7 +180,7 @@ class BackgroundSave:
     def _end(self):
         """End the process; the memory stays for the next one."""
         self.await_copies()
-        self._error = None
+        self._copying = None
         if self._process is not None:
             with suppress(ProcessLookupError):
                 self._process.kill()

@@ -11,14 +11,7 @@ from mindformers_core.checkpoint.checksums import MODULUS, checksum
 from mindformers_core.checkpoint.moves import plan_moves
 from mindformers_core.checkpoint.parts import divide, parts_of_all
 from mindformers_core.checkpoint.regions import inside, overlap, shape_of, volume
-from mindformers_core.checkpoint.tensors import (
-    fill_parameter,
-    model_parts,
-    optimizer_parts,
-    ranks_of,
-    share_weights,
-    values_of,
-)
+from mindformers_core.checkpoint.tensors import fill_parameter, model_parts, optimizer_parts, ranks_of, share_weights
 from mindformers_core.communication.point_to_point import channel
 from mindformers_core.communication.tensor_bytes import numpy_dtype
 from mindformers_core.communication.world import world
@@ -64,7 +57,7 @@ def relayout(source, target, source_optimizer=None, target_optimizer=None):
     copied = 0
     for key in sorted(set(by_key) | set(targets)):
         given, taken = sources.get(key), targets.get(key)
-        values = None if given is None else values_of(held[given])
+        values = None if given is None else held[given].asnumpy()
         array = None if taken is None else np.empty(shape_of(taken.box), numpy_dtype(wanted[taken].dtype))
         common = None if None in (given, taken) else overlap(given.box, taken.box)
         if common is not None:
@@ -89,7 +82,7 @@ def global_checksums(cells, optimizer=None):
     held, ranks = _parts(cells, optimizer), _ranks()
     divided, own = divide(parts_of_all(ranks, list(held))), []
     for part, parameter in held.items():
-        values = values_of(parameter)
+        values = parameter.asnumpy()
         for number, (box, _) in enumerate(divided[part.key]):
             if overlap(box, part.box) == box:
                 own.append([*part.key, number, checksum(values[inside(box, part.box)], box, part.shape)])

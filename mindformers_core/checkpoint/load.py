@@ -4,6 +4,7 @@ import json
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 
 from mindformers_core.checkpoint.checksums import MODULUS, checksum
@@ -21,7 +22,7 @@ from mindformers_core.checkpoint.index import (
 )
 from mindformers_core.checkpoint.parts import Ranks, divide, on_all_ranks, parts_of_all, tensors_of
 from mindformers_core.checkpoint.regions import inside, overlap, volume
-from mindformers_core.checkpoint.slices import FileLayer, opened, read_all, read_box, read_file
+from mindformers_core.checkpoint.slices import FileLayer, opened, read_box, read_bytes, read_file
 from mindformers_core.hints import nearest
 from mindformers_core.scopes import errors_at
 
@@ -54,13 +55,13 @@ class LoadReport:
     verified: int
 
 
-def open_checkpoint(folder, files=None):
+def open_checkpoint(folder):
     """The `Checkpoint` in a folder: headers, lists and JSON files are read and verified, tensors aren't.
 
     Raises:
         FileNotFoundError: a missing file. ValueError: a damaged one, which the error names, or a newer format.
     """
-    files = files or FileLayer()
+    files = FileLayer()
     if not os.path.isfile(os.path.join(folder, CHECKSUMS)):
         if os.path.isfile(os.path.join(folder, STATE)):
             raise FileNotFoundError(f"{folder} has {STATE}, but no {CHECKSUMS}: it isn't whole")
@@ -99,12 +100,7 @@ def _headers(folder, group, paths, files, listed=None):
     for path in paths:
         whole = os.path.join(folder, path)
         with opened(files, whole) as descriptor:
-
-            def read(position, count, descriptor=descriptor, whole=whole):
-                buffer = bytearray(count)
-                read_all(files, descriptor, memoryview(buffer), position, whole)
-                return bytes(buffer)
-
+            read = partial(read_bytes, files, descriptor, whole)
             tensors, head = read_header(whole, read, files.size(descriptor))
         if listed is not None:
             _check(folder, path, head, listed[path]["crc32"])
@@ -239,13 +235,13 @@ def _damaged(checkpoint, key, box):
     return ValueError(f"{checkpoint.tensors[key].file} is damaged: '{key[1]}'[{ranges}] isn't what was saved")
 
 
-def check_checksums(checkpoint, files=None):
+def check_checksums(checkpoint):
     """Read all tensors of one of our checkpoints, piece by piece: the number of bytes.
 
     Raises:
         ValueError: the first piece that isn't what was saved; names file, tensor and range. OSError: can't be read.
     """
-    files, nbytes = files or FileLayer(), 0
+    files, nbytes = FileLayer(), 0
     for key, placed in checkpoint.tensors.items():
         with opened(files, placed.file) as descriptor:
             for box, expected in checkpoint.pieces.get(key, ()):

@@ -13,7 +13,6 @@ from mindformers_core.checkpoint.load import Checkpoint, check_tensors, load
 from mindformers_core.checkpoint.parts import Part, tensors_of
 from mindformers_core.checkpoint.regions import whole
 from mindformers_core.checkpoint.save import save
-from mindformers_core.checkpoint.tensors import values_of
 from mindformers_core.communication.tensor_bytes import numpy_dtype
 from mindformers_core.dtensor.move import dtype_name
 
@@ -94,7 +93,7 @@ def read_ckpt(path, folder, names, parts=None, config=None):
             Checkpoint(path, placed, {}, None, None), tensors_of({0: parts}), True, [name for _, name in left]
         )
     taken = [_part(*key, each) for key, each in placed.items() if key not in left]
-    save(folder, taken, lambda part: values_of(tensors[part.key]), texts)
+    save(folder, taken, lambda part: tensors[part.key].asnumpy(), texts)
     return len(taken), [name for _, name in left]
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from mindformers_core.checkpoint.parts import PIECE_BYTES, tensors_of
+from mindformers_core.checkpoint.parts import PIECE_BYTES, boxes_of, tensors_of
 from mindformers_core.checkpoint.regions import balanced, cells, overlap, split, volume
 from mindformers_core.dtypes import ITEM_BYTES
 from mindformers_core.hints import nearest
@@ -39,7 +39,7 @@ def plan_moves(sources, targets, most=PIECE_BYTES):
     Raises:
         ValueError: a tensor that no source has, or with another shape or dtype.
     """
-    have, want, held, wanted = tensors_of(sources), tensors_of(targets), {}, {}
+    have, want = tensors_of(sources), tensors_of(targets)
     for (group, name), (dtype, shape) in sorted(want.items()):
         if (group, name) not in have:
             hint = nearest(name, [other for kind, other in have if kind == group])
@@ -50,14 +50,10 @@ def plan_moves(sources, targets, most=PIECE_BYTES):
                 f"relayout(): '{name}' is {other} of shape {shape_there} in the source, but {dtype} of shape {shape} "
                 "in the target"
             )
-    for found, ranks in ((held, sources), (wanted, targets)):
-        for rank, parts in ranks.items():
-            for part in parts:
-                found.setdefault(part.key, {})[rank] = part.box
-    lacking = []
+    held, wanted, lacking = boxes_of(sources), boxes_of(targets), []
     for key, (dtype, shape) in sorted(want.items()):
-        cut = cells(held[key].items(), shape)
-        for receiver, box in sorted(wanted[key].items()):
+        cut = cells(held[key], shape)
+        for receiver, box in sorted(wanted[key]):
             for cell, holders in cut.items():
                 common = None if receiver in holders else overlap(cell, box)
                 if common is not None:

@@ -113,6 +113,15 @@ def tensors_of(everywhere):
     return {key: (dtype, shape) for key, (dtype, shape, _) in found.items()}
 
 
+def boxes_of(everywhere):
+    """The ranks that hold a part of each tensor: a dict, key -> list of (rank, box); argument as of `tensors_of`."""
+    held = {}
+    for rank, parts in everywhere.items():
+        for part in parts:
+            held.setdefault(part.key, []).append((rank, part.box))
+    return held
+
+
 def divide(everywhere, most=PIECE_BYTES):
     """All tensors in pieces, each with the rank among its holders that is responsible for it: balanced.
 
@@ -126,10 +135,7 @@ def divide(everywhere, most=PIECE_BYTES):
     Raises:
         ValueError: ranks disagree about a tensor, or no rank holds a part of it.
     """
-    tensors, held, pieces = tensors_of(everywhere), {}, []
-    for rank, parts in everywhere.items():
-        for part in parts:
-            held.setdefault(part.key, []).append((rank, part.box))
+    tensors, held, pieces = tensors_of(everywhere), boxes_of(everywhere), []
     for key in sorted(tensors):
         dtype, shape = tensors[key]
         with errors_at(f"tensor '{key[1]}': ", kinds=(ValueError,)):

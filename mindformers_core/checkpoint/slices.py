@@ -80,8 +80,13 @@ def opened(files, path, mode="read", sync=False):
 def read_file(files, path):
     """All bytes of a small file."""
     with opened(files, path) as descriptor:
-        contents = bytearray(files.size(descriptor))
-        read_all(files, descriptor, memoryview(contents), 0, path)
+        return read_bytes(files, descriptor, path, 0, files.size(descriptor))
+
+
+def read_bytes(files, descriptor, path, position, count):
+    """Bytes of an open file from a position on; errors as of `read_all`."""
+    contents = bytearray(count)
+    read_all(files, descriptor, memoryview(contents), position, path)
     return bytes(contents)
 
 
@@ -98,24 +103,24 @@ def read_box(files, descriptor, placed, box):
         ValueError: the file ends before; names it.
     """
     found = np.empty(volume(box) * placed.item_bytes, np.uint8)
-    starts, length = runs(box, placed.shape)
-    length *= placed.item_bytes
-    if length:
-        for index, start in enumerate(starts):
-            buffer = found[index * length : (index + 1) * length].data
-            read_all(files, descriptor, buffer, placed.offset + start * placed.item_bytes, placed.file)
+    for part, position in _ranges(placed, box):
+        read_all(files, descriptor, found[part].data, position, placed.file)
     return found.view(WORDS[placed.item_bytes]).reshape(shape_of(box))
 
 
 def write_box(files, descriptor, placed, box, array):
     """Write the box of a tensor from an array of its shape."""
     data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+    for part, position in _ranges(placed, box):
+        write_all(files, descriptor, data[part], position)
+
+
+def _ranges(placed, box):
+    """Pairs: a slice of the box's own bytes, and where these begin in the file."""
     starts, length = runs(box, placed.shape)
-    length *= placed.item_bytes
-    if length:
-        for index, start in enumerate(starts):
-            part = data[index * length : (index + 1) * length]
-            write_all(files, descriptor, part, placed.offset + start * placed.item_bytes)
+    nbytes = length * placed.item_bytes
+    for number, start in enumerate(starts):
+        yield slice(number * nbytes, (number + 1) * nbytes), placed.offset + start * placed.item_bytes
 
 
 def read_all(files, descriptor, buffer, position, path):

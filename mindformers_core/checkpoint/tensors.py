@@ -61,11 +61,6 @@ def _part(group, name, tensor, placed, rank):
     return Part(group, name, dtype_name(tensor.dtype), shape, box)
 
 
-def values_of(parameter):
-    """The NumPy array of a Parameter; on CPU its own memory."""
-    return parameter.asnumpy()
-
-
 def fill_parameter(parameter, array):
     """Give a Parameter the values of an array, of any dtype of as many bits, whose memory it keeps on CPU."""
     dtype = numpy_dtype(parameter.dtype)

@@ -87,145 +87,112 @@ class _Reduction(Collective):
         return (self.backward(dout),)
 
 
-class AllReduce(_Reduction):
+def AllReduce(mesh, axes, op="sum"):
     """Partial → Replicate: all_reduce / identity. `op`: `sum`, `avg` (÷ n both ways), `max`, `min`."""
-
-    def __init__(self, mesh, axes, op="sum"):
-        super().__init__(mesh, axes, op, "all_reduce")
+    return _Reduction(mesh, axes, op, "all_reduce")
 
 
-class AllReduceVarying(Collective):
+def AllReduceVarying(mesh, axes, op="sum"):
     """Partial → Varying: all_reduce / all_reduce. `op`: `sum` or `avg` (÷ n both ways)."""
-
-    def __init__(self, mesh, axes, op="sum"):
-        _check_op(op, ("sum", "avg"))
-        group = make_group(mesh, axes)
-        # one each: see `local.part_length`
-        super().__init__(*(_averaged(_raw("all_reduce", group, "sum"), group, op) for _ in range(2)))
+    _check_op(op, ("sum", "avg"))
+    group = make_group(mesh, axes)
+    # one each: see `local.part_length`
+    return Collective(*(_averaged(_raw("all_reduce", group, "sum"), group, op) for _ in range(2)))
 
 
-class AllGather(Collective):
+def AllGather(mesh, axes, dim):
     """Shard(dim) → Replicate: all_gather / slice."""
-
-    def __init__(self, mesh, axes, dim):
-        group = make_group(mesh, axes)
-        super().__init__(_raw("all_gather", group, dim), SliceOfGradient(group, dim))
+    group = make_group(mesh, axes)
+    return Collective(_raw("all_gather", group, dim), SliceOfGradient(group, dim))
 
 
-class AllGatherVarying(Collective):
+def AllGatherVarying(mesh, axes, dim):
     """Shard(dim) → Varying: all_gather / reduce_scatter."""
-
-    def __init__(self, mesh, axes, dim):
-        group = make_group(mesh, axes)
-        super().__init__(_raw("all_gather", group, dim), _raw("reduce_scatter", group, dim, "sum"))
+    group = make_group(mesh, axes)
+    return Collective(_raw("all_gather", group, dim), _raw("reduce_scatter", group, dim, "sum"))
 
 
-class ReduceScatter(_Reduction):
+def ReduceScatter(mesh, axes, dim, op="sum"):
     """Partial → Shard(dim): reduce_scatter / all_gather. `op` as in `AllReduce`."""
-
-    def __init__(self, mesh, axes, dim, op="sum"):
-        super().__init__(mesh, axes, op, "reduce_scatter", dim)
+    return _Reduction(mesh, axes, op, "reduce_scatter", dim)
 
 
-class AllToAll(Collective):
+def AllToAll(mesh, axes, dim, to_dim):
     """Shard(dim) → Shard(to_dim): all_to_all both ways."""
-
-    def __init__(self, mesh, axes, dim, to_dim):
-        group = make_group(mesh, axes)
-        super().__init__(_raw("all_to_all", group, dim, to_dim), _raw("all_to_all", group, to_dim, dim))
+    group = make_group(mesh, axes)
+    return Collective(_raw("all_to_all", group, dim, to_dim), _raw("all_to_all", group, to_dim, dim))
 
 
-class Permute(Collective):
+def Permute(mesh, axes, source, target):
     """Layout `source` → layout `target`, which shard the tensor into equal parts but assign the parts to other ranks.
 
     Every rank sends its local tensor to one rank and receives one; gradients are sent the opposite way.
     """
-
-    def __init__(self, mesh, axes, source, target):
-        group = make_group(mesh, axes)
-        destination, origin = _route(mesh, group, source, target), _route(mesh, group, target, source)
-        super().__init__(_raw("permute", group, destination, origin), _raw("permute", group, origin, destination))
+    group = make_group(mesh, axes)
+    destination, origin = _route(mesh, group, source, target), _route(mesh, group, target, source)
+    return Collective(_raw("permute", group, destination, origin), _raw("permute", group, origin, destination))
 
 
-class Broadcast(Collective):
+def Broadcast(mesh, axes, root=0):
     """Every rank gets the tensor of place `root` of the group; the gradient is zero except on the root's rank."""
-
-    def __init__(self, mesh, axes, root=0):
-        group = make_group(mesh, axes)
-        if root not in range(mesh.axis_size(*group.axes)):
-            raise ValueError(f"Broadcast root {root}: the group over {group} has places 0 to {group.size - 1}")
-        super().__init__(_raw("broadcast", group, root), Keep(group, root))
+    group = make_group(mesh, axes)
+    if root not in range(mesh.axis_size(*group.axes)):
+        raise ValueError(f"Broadcast root {root}: the group over {group} has places 0 to {group.size - 1}")
+    return Collective(_raw("broadcast", group, root), Keep(group, root))
 
 
-class SliceToShard(Collective):
+def SliceToShard(mesh, axes, dim):
     """Replicate → Shard(dim): slice / all_gather."""
-
-    def __init__(self, mesh, axes, dim):
-        group = make_group(mesh, axes)
-        super().__init__(Slice(group, dim), _raw("all_gather", group, dim))
+    group = make_group(mesh, axes)
+    return Collective(Slice(group, dim), _raw("all_gather", group, dim))
 
 
-class SliceVarying(Collective):
+def SliceVarying(mesh, axes, dim):
     """Varying → Shard(dim): slice / pad. Sends nothing."""
-
-    def __init__(self, mesh, axes, dim):
-        group = make_group(mesh, axes)
-        super().__init__(Slice(group, dim), Pad(group, dim))
+    group = make_group(mesh, axes)
+    return Collective(Slice(group, dim), Pad(group, dim))
 
 
-class MarkVarying(Collective):
+def MarkVarying(mesh, axes):
     """Replicate → Varying: identity / all_reduce."""
-
-    def __init__(self, mesh, axes):
-        super().__init__(Alias(), _raw("all_reduce", make_group(mesh, axes), "sum"))
+    return Collective(Alias(), _raw("all_reduce", make_group(mesh, axes), "sum"))
 
 
-class UnmarkVarying(Collective):
+def UnmarkVarying(mesh, axes):
     """Varying → Replicate: identity / ÷ n. Sends nothing."""
-
-    def __init__(self, mesh, axes):
-        super().__init__(Alias(), _averaged(Identity(), make_group(mesh, axes), "avg"))
+    return Collective(Alias(), _averaged(Identity(), make_group(mesh, axes), "avg"))
 
 
-class ToPartial(Collective):
+def ToPartial(mesh, axes, op="sum"):
     """Replicate → Partial: zero except on the group's first rank / identity for `sum`.
 
     For the other ops all ranks keep the tensor, and gradients are shares of the whole gradient: × n for `avg`, whose
     shares are equal; summed by an all_reduce for `max` and `min`.
     """
-
-    def __init__(self, mesh, axes, op="sum"):
-        _check_op(op, PARTIAL_OPS)
-        group = make_group(mesh, axes)
-        if op == "sum":
-            super().__init__(Keep(group, 0), Identity())
-        elif op == "avg":
-            super().__init__(Alias(), Scale(Identity(), float(group.size)) if group.size > 1 else Identity())
-        else:
-            super().__init__(Alias(), _raw("all_reduce", group, "sum"))
+    _check_op(op, PARTIAL_OPS)
+    group = make_group(mesh, axes)
+    if op == "sum":
+        return Collective(Keep(group, 0), Identity())
+    if op == "avg":
+        return Collective(Alias(), Scale(Identity(), float(group.size)) if group.size > 1 else Identity())
+    return Collective(Alias(), _raw("all_reduce", group, "sum"))
 
 
-class ToPartialVarying(Collective):
+def ToPartialVarying(mesh, axes):
     """Varying → Partial("sum"): zero except on the group's first rank, both ways. Sends nothing."""
-
-    def __init__(self, mesh, axes):
-        group = make_group(mesh, axes)
-        super().__init__(Keep(group, 0), Keep(group, 0))
+    group = make_group(mesh, axes)
+    return Collective(Keep(group, 0), Keep(group, 0))
 
 
-class PadToPartial(Collective):
+def PadToPartial(mesh, axes, dim):
     """Shard(dim) → Partial("sum"): the part put into zeros / slice. Sends nothing."""
-
-    def __init__(self, mesh, axes, dim):
-        group = make_group(mesh, axes)
-        super().__init__(Pad(group, dim), SliceOfGradient(group, dim))
+    group = make_group(mesh, axes)
+    return Collective(Pad(group, dim), SliceOfGradient(group, dim))
 
 
-class View(Collective):
+def View(mesh, axes, shape, to_shape):
     """The same elements of a rank in other dims: a reshape both ways. Sends nothing."""
-
-    def __init__(self, mesh, axes, shape, to_shape):
-        super().__init__(Reshape(to_shape), Reshape(shape))
+    return Collective(Reshape(to_shape), Reshape(shape))
 
 
 def _raw(kind, group, *arguments):

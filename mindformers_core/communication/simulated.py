@@ -98,7 +98,10 @@ class SimulatedRanks:
             raise _Stopped  # callers explain the errors of a collective's backend in words of their own
         del self._meetings[ranks]
         _, given, arrays = zip(*(meeting[other] for other in group.ranks))
-        found = exchange(kind, arrays, *([places for (places,) in given],) if kind == "permute" else arguments)
+        try:
+            found = exchange(kind, arrays, *([places for (places,) in given],) if kind == "permute" else arguments)
+        except (IndexError, ValueError) as error:  # shapes that don't fit
+            raise ValueError(f"{_shown(issued)}, number {number} over {group}: {error}") from None
         self._results.update(zip(group.ranks, found, strict=True))
         self._wake(other for other in group.ranks if other != rank)
         return self._results.pop(rank)
@@ -147,8 +150,8 @@ class SimulatedRanks:
 
 
 def _shown(issued):
-    kind, axes, shape, dtype, _ = issued
-    return f"{kind} over {', '.join(axes)} of {dtype} {list(shape)}"
+    kind, axes, shape, dtype, arguments = issued
+    return f"{kind} over {', '.join(axes)} of {dtype} {list(shape)} {arguments or ''}".rstrip()
 
 
 def _message_text(rank):

@@ -30,47 +30,44 @@ from mindformers_core.propagation.operators import algorithm_of
 _MOST_PROGRAMS = 65536  # a number that changes with every step would fill the memory with programs
 
 
-class Dispatcher:
-    """Runs operators on DTensors. MindSpore calls its instance as `DTensor.__fallback__`."""
+def dispatch(func, args, kwargs=None):
+    """Run operator `func` on the global tensors in `args`: MindSpore's `DTensor.__fallback__`.
 
-    def __call__(self, func, args, kwargs=None):
-        """Run operator `func` on the global tensors in `args`.
-
-        Raises:
-            ValueError: the operator has no rule, the call doesn't fit its rule, or its tensors are on different meshes.
-        """
-        primitive = None
-        if len(args) == 3 and type(args[1]) is str and type(args[2]) in (tuple, list):
-            primitive, _, args = args  # how calls of classic primitives arrive
-            args = args[: WITHOUT_SEEDS.get(func.name)]
-        args = read_numbers(func.name, args, lambda leaf: leaf if type(leaf) is Tensor else None)
-        if func.name == "typeof":  # of a tensor's type; it computes nothing
-            return func(*tree_map(_local, (primitive, func.name, args) if primitive else args))
-        kwargs = kwargs or {}
-        if is_in_place(func.name) and type(args[0]) is Tensor:
-            adopted(args[0], next(leaf.mesh for leaf in tree_leaves((args, kwargs), DTensor)))
-        parts = composed(func.name, args, kwargs, primitive)
-        if parts is not None:
-            return parts
-        key, tensors = [func.name, *kwargs], []
-        for argument in (*args, *kwargs.values()):
-            _describe(argument, key, tensors)
-        attributes = {} if primitive is None else rule_attributes(func.name, attributes_of(primitive))
-        key = (*key, *attributes.values())
-        programs = process_state().memo(__name__)  # kind of call -> `_Program`, which depends on this process's rank
-        try:
-            program = programs.get(key)
-        except TypeError as error:  # not hashable
-            shown = ", ".join(type(argument).__name__ for argument in args)
-            raise TypeError(
-                f"operator '{func.name}' on DTensors takes tensors, numbers, strings, tuples and lists, not ({shown})"
-            ) from error
-        if program is None:
-            program = _Program(func.name, args, kwargs, attributes, tensors)
-            if len(programs) >= _MOST_PROGRAMS:
-                programs.clear()
-            programs[key] = program
-        return program.run(_FIXED.get(func.name, func), primitive, args, tensors)
+    Raises:
+        ValueError: the operator has no rule, the call doesn't fit its rule, or its tensors are on different meshes.
+    """
+    primitive = None
+    if len(args) == 3 and type(args[1]) is str and type(args[2]) in (tuple, list):
+        primitive, _, args = args  # how calls of classic primitives arrive
+        args = args[: WITHOUT_SEEDS.get(func.name)]
+    args = read_numbers(func.name, args, lambda leaf: leaf if type(leaf) is Tensor else None)
+    if func.name == "typeof":  # of a tensor's type; it computes nothing
+        return func(*tree_map(_local, (primitive, func.name, args) if primitive else args))
+    kwargs = kwargs or {}
+    if is_in_place(func.name) and type(args[0]) is Tensor:
+        adopted(args[0], next(leaf.mesh for leaf in tree_leaves((args, kwargs), DTensor)))
+    parts = composed(func.name, args, kwargs, primitive)
+    if parts is not None:
+        return parts
+    key, tensors = [func.name, *kwargs], []
+    for argument in (*args, *kwargs.values()):
+        _describe(argument, key, tensors)
+    attributes = {} if primitive is None else rule_attributes(func.name, attributes_of(primitive))
+    key = (*key, *attributes.values())
+    programs = process_state().memo(__name__)  # kind of call -> `_Program`, which depends on this process's rank
+    try:
+        program = programs.get(key)
+    except TypeError as error:  # not hashable
+        shown = ", ".join(type(argument).__name__ for argument in args)
+        raise TypeError(
+            f"operator '{func.name}' on DTensors takes tensors, numbers, strings, tuples and lists, not ({shown})"
+        ) from error
+    if program is None:
+        program = _Program(func.name, args, kwargs, attributes, tensors)
+        if len(programs) >= _MOST_PROGRAMS:
+            programs.clear()
+        programs[key] = program
+    return program.run(_FIXED.get(func.name, func), primitive, args, tensors)
 
 
 def attributes_of(primitive):

@@ -4,9 +4,7 @@ MindSpore looks up `__fallback__` of a Tensor subclass at every operator call. T
 whose first tensor is a plain one looks up `Tensor.__fallback__`; and a few primitives have no such look-up.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 
 from mindspore import Parameter, Tensor, ops
 from mindspore.graph.api import _JitExecutor, _PyNativeExecutor
@@ -14,7 +12,7 @@ from mindspore.ops.function import nn_func
 
 from mindformers_core.communication.world import process_state
 from mindformers_core.dtensor.compositions import composed
-from mindformers_core.dtensor.dispatch import Dispatcher, attributes_of
+from mindformers_core.dtensor.dispatch import attributes_of, dispatch
 from mindformers_core.dtensor.draws import draw_whole
 from mindformers_core.dtensor.dropout import WITHOUT_SEEDS
 from mindformers_core.dtensor.dtensor import DTensor, adopted
@@ -45,15 +43,11 @@ class PlainTensorFallback:
         return self.dispatcher
 
 
-@dataclass(eq=False)
-class _Operator:
+def _operator(name, function):
     """A function of tensors, in the form in which MindSpore hands operators to `__fallback__`."""
-
-    name: str
-    function: Callable
-
-    def __call__(self, *args, **kwargs):
-        return self.function(*args, **kwargs)
+    operator = partial(function)
+    operator.name = name
+    return operator
 
 
 def custom_operator(name, function):
@@ -70,7 +64,7 @@ def custom_operator(name, function):
         A function for a Cell's `construct`: a call with plain tensors runs `function`; a call with DTensors, or with
         the traced tensors of a capture, is dispatched as that of an operator.
     """
-    operator = _Operator(name, function)
+    operator = _operator(name, function)
 
     def call(*args):
         for tensor in args:
@@ -82,16 +76,15 @@ def custom_operator(name, function):
 
 
 def intercept_operators():
-    """Send operators on DTensors to a new `Dispatcher`. Called once, when the package is imported."""
-    dispatcher = Dispatcher()
-    DTensor.__fallback__ = dispatcher
-    Tensor.__fallback__ = PlainTensorFallback(dispatcher)
+    """Send operators on DTensors to `dispatch`. Called once, when the package is imported."""
+    DTensor.__fallback__ = staticmethod(dispatch)
+    Tensor.__fallback__ = PlainTensorFallback(dispatch)
     Tensor.__setitem__ = set_item_of(DTensor, lambda tensor, like: adopted(tensor, like.mesh))
     Tensor.__init__ = _of_values(Tensor.__init__)
     _JitExecutor.__call__ = _as_python(_JitExecutor.__call__)
     _PyNativeExecutor.grad = _of_whole(_PyNativeExecutor.grad)
     for primitive, attributes in _WITHOUT_FALLBACK:
-        primitive.__call__ = _dispatching(primitive.__call__, attributes, dispatcher)
+        primitive.__call__ = _dispatching(primitive.__call__, attributes)
     for name in (*registered_operators("draws"), *DRAWS_IN_PLACE):
         primitive = getattr(ops.auto_generate, name, None) or getattr(ops, name)
         primitive.__call__ = _drawing(primitive.__call__)
@@ -199,14 +192,13 @@ def _is_dispatched(tensor):
     return isinstance(tensor, Tensor) and "__fallback__" in vars(type(tensor)) and type(tensor) is not Tensor
 
 
-def _dispatching(call, attributes, dispatcher):
+def _dispatching(call, attributes):
     """A `__call__` that passes calls with DTensors to the dispatcher, and runs all others itself."""
 
     def dispatching_call(self, *args):
         if not tree_leaves(args, DTensor):
             return call(self, *args)
         more = [getattr(self, name) for name in attributes]
-        operator = _Operator(self.name, lambda *local: call(self, *local[: len(args)]))
-        return dispatcher(operator, (*args, *more))
+        return dispatch(_operator(self.name, lambda *local: call(self, *local[: len(args)])), (*args, *more))
 
     return dispatching_call

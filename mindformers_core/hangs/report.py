@@ -1,6 +1,7 @@
 """The report of a hang, from what is known about every rank: which rank is behind, and where all are. Pure Python."""
 
 from collections import Counter
+from itertools import permutations
 from operator import attrgetter
 from pathlib import Path
 from sysconfig import get_path
@@ -146,13 +147,12 @@ def _apart_in_graphs(states):
     least = min((state.computed for state in states if state.current), default=0.0)
     if busy := {state.rank for state in states if state.computed > max(_LEAST_BUSY, _BUSIER * least)}:
         return busy, _said(busy, f"computes in {next(one for one in inside if one.rank in busy).described}")
-    for one in inside:
-        for other in inside:
-            if one.label == other.label and one.number < other.number:
-                return {one.rank, other.rank}, (
-                    f"rank {one.rank} is in {one.described}, rank {other.rank} in call {other.number} of it: graphs of "
-                    "these ranks make different collectives"
-                )
+    for one, other in permutations(inside, 2):
+        if one.label == other.label and one.number < other.number:
+            return {one.rank, other.rank}, (
+                f"rank {one.rank} is in {one.described}, rank {other.rank} in call {other.number} of it: graphs of "
+                "these ranks make different collectives"
+            )
     return set(), "no rank is behind as far as the records tell"
 
 

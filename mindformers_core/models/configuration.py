@@ -114,20 +114,6 @@ class LlamaConfig:
         with errors_at(f"heterogeneous_block_specs[{index}]: "):
             return replace(self, heterogeneous_block_specs=None, **self.heterogeneous_block_specs[index])
 
-    @classmethod
-    def from_dict(cls, values):
-        """A config from a dict by attribute name, as in a recipe or a `config.json`.
-
-        Raises:
-            ValueError: an unknown key, with the nearest known one.
-        """
-        known = [field.name for field in fields(cls)]
-        for key in values:
-            if key not in known:
-                allowed = ", ".join(known)
-                raise ValueError(f"unknown key '{key}' in the model's config{nearest(key, known)}; known: {allowed}")
-        return cls(**values)
-
 
 def _check_type(name, hint, value):
     """Raise `TypeError` for a number or flag that isn't of the type `hint`; True isn't a number."""

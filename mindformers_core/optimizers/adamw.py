@@ -40,13 +40,6 @@ def decay_lines(decaying, section):
     return lines
 
 
-def adamw_scalars(step, learning_rate, betas, eps, weight_decay):
-    """`(rate, eps, decay)` that make the uncorrected operator take AdamW's step number `step` (from 1)."""
-    root = math.sqrt(1 - betas[1] ** step)
-    rate = learning_rate * root / (1 - betas[0] ** step)
-    return rate, eps * root, weight_decay * learning_rate / rate if rate else 0.0
-
-
 class AdamW(nn.Cell):
     """Updates `parameters` in place; two float32 moments a parameter, shaped and placed as the parameter's local part.
 
@@ -65,7 +58,7 @@ class AdamW(nn.Cell):
         self.update = ops.AdamWeightDecay()
 
     def construct(self, gradients, rate, eps, decay):
-        """One step; `rate`, `eps`, `decay` are float32 scalars of `adamw_scalars`."""
+        """One step; `rate`, `eps`, `decay` are float32 scalars, see `scalars`."""
         beta1, beta2 = self.section.betas[0], self.section.betas[1]
         for index, gradient in enumerate(gradients):
             weight, moment1, moment2 = self.parameters[index], self.moments1[index], self.moments2[index]
@@ -73,7 +66,9 @@ class AdamW(nn.Cell):
             self.update(weight, moment1, moment2, rate, beta1, beta2, eps, own_decay, gradient)
 
     def scalars(self, step, learning_rate):
-        """The scalars that `construct` takes at step number `step` (from 1), as tensors."""
+        """`(rate, eps, decay)` that make the uncorrected operator take AdamW's step number `step` (from 1): tensors."""
         section = self.section
-        numbers = adamw_scalars(step, learning_rate, section.betas, section.eps, section.weight_decay)
+        root = math.sqrt(1 - section.betas[1] ** step)
+        rate = learning_rate * root / (1 - section.betas[0] ** step)
+        numbers = rate, section.eps * root, section.weight_decay * learning_rate / rate if rate else 0.0
         return tuple(ms.Tensor(number, ms.float32) for number in numbers)

@@ -53,8 +53,7 @@ class CompiledCells:
         """
         key = self._tree.running, path, function
         if key not in self._calls:
-            names = {each.name for each in self._tree.programs.values()}
-            self._calls = {known: call for known, call in self._calls.items() if known[0] in names}
+            self._calls = {known: call for known, call in self._calls.items() if known[0] in self._tree.programs}
             frame, weights = self._tree.running_call(path, function)
             self._calls[key] = None if frame.compiled is None else partial(self._call, path, frame, tuple(weights))
         return self._calls[key]

@@ -60,7 +60,7 @@ def tied_parameters(described):
 
     Raises:
         ValueError: a path on several stages is not in `tied` of one of them; or its parameters differ in shape, dtype,
-            layout, or in whether they are trained.
+            layout, in whether they are trained, or in values: the stages would train several ones.
     """
     holders = {}
     for each in described:
@@ -87,6 +87,14 @@ def tied_parameters(described):
                     "same on all stages; give parameters that are none another path, such as the layer's global number"
                 )
         if kind[-1]:
+            for other, _ in others:
+                if other["values"][path] != first["values"][path]:
+                    raise ValueError(
+                        f"parameter '{path}' has other values on stage {other['stage']} than on stage "
+                        f"{first['stage']}, but a path is one parameter: give both the same initial values (shard() "
+                        "and materialize() draw them from seed and path), or, if they are to be two parameters, two "
+                        "paths"
+                    )
             trained = {each["stage"]: [name for name, *_, flag in each["parameters"] if flag] for each, _ in found}
             tied[path] = [(stage, names.index(path)) for stage, names in trained.items()]
     return tied

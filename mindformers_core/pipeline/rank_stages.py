@@ -16,7 +16,7 @@ from mindformers_core.pipeline.tables.step import MetaStepType
 from mindformers_core.sharding.sharded_cells import ShardedCell, tree_of
 
 # first entry of a message's tag; for the messages of a schedule's steps it is the type of the step
-_DESCRIPTIONS, _DIGESTS, _GRADIENTS, _RESULTS, _ACTIVATIONS, _PROGRAMS = range(len(MetaStepType), len(MetaStepType) + 6)
+_DESCRIPTIONS, _GRADIENTS, _RESULTS, _ACTIVATIONS, _PROGRAMS = range(len(MetaStepType), len(MetaStepType) + 5)
 
 
 class RankStages:
@@ -53,7 +53,6 @@ class RankStages:
         self.described = sorted((each for _, entry in received for each in entry), key=lambda each: each["stage"])
         check_stage_numbers(self.described)
         self.tied = tied_parameters(self.described)
-        self._check_values()
         self._policies = {index: _policy(stage) for index, stage in self.stages.items()}
         summaries = [each["activations"] for each in self.described]
         self._awaits_programs = any(each is not None for each in summaries)  # the same on all ranks
@@ -176,26 +175,6 @@ class RankStages:
         if errors:
             raise ValueError(errors[0][1])
 
-    def _check_values(self):
-        """Raise `ValueError` for a tied parameter with several initial values: the stages would train several ones."""
-        if not self.tied:
-            return
-        own = [
-            [path, index, blake2b(self.stages[index].parameters[place].get_bytes(), digest_size=16).hexdigest()]
-            for path, holders in self.tied.items()
-            for index, place in holders
-            if index in self.stages
-        ]
-        first = {}
-        for path, index, digest in sorted(entry for received in self._from_all(own, _DIGESTS) for entry in received):
-            stage, expected = first.setdefault(path, (index, digest))
-            if digest != expected:
-                raise ValueError(
-                    f"parameter '{path}' has other values on stage {index} than on stage {stage}, but a path is one "
-                    "parameter: give both the same initial values (shard() and materialize() draw them from seed and "
-                    "path), or, if they are to be two parameters, two paths"
-                )
-
     def _check_policies(self):
         """Raise `ValueError` where `recompute()` or `swap()` was called since the stages have exchanged summaries."""
         for index, stage in self.stages.items():
@@ -259,18 +238,21 @@ def _description(stage):
     """The description of a `PipelineStage` for the other ranks: JSON data.
 
     Under "inputs" for every argument its name and the entries of its layout; None where the Cell isn't sharded. Under
-    "parameters" path, global shape, dtype, mesh axes by dim, and whether it is trained.
+    "parameters" path, global shape, dtype, mesh axes by dim, and whether it is trained; under "values" a digest of each
+    trained one of `tied`.
     """
     cell, inputs = stage.cell, None
     if isinstance(cell, ShardedCell):
         declaration = tree_of(cell).declarations.get("")
         declared = declaration.inputs if declaration else {}
         inputs = [[name, _entries(declared.get(name))] for name in stage.function.by_place]
-    parameters = []
+    parameters, values = [], {}
     for path, parameter in cell.parameters_and_names():
         shape, layout = getattr(parameter, "global_shape", parameter.shape), getattr(parameter, "layout", None)
         dims = None if layout is None else [list(axes) for axes in layout.dims]
         parameters.append([path, list(shape), dtype_name(parameter.dtype), dims, bool(parameter.requires_grad)])
+        if path in stage.tied and parameter.requires_grad:
+            values[path] = blake2b(parameter.get_bytes(), digest_size=16).hexdigest()
     return {
         "stage": stage.stage_index,
         "stage_num": stage.stage_num,
@@ -281,6 +263,7 @@ def _description(stage):
         "tied": list(stage.tied),
         "activations": _summary(stage),
         "parameters": parameters,
+        "values": values,
     }
 
 

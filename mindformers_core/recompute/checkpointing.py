@@ -15,7 +15,8 @@ def checkpoint_call(function, others, tensors):
         others: Parameters with gradients that aren't among its arguments.
         tensors: its arguments.
     """
-    needed = [place for place, tensor in enumerate(tensors) if _needs_gradient(tensor)]
+    # MindSpore's recompute accepts gradients of floating tensors only
+    needed = [place for place, each in enumerate(tensors) if each._requires_grad and is_float(dtype_name(each.dtype))]
 
     def run(*given):
         filled = [_plain(tensor) for tensor in tensors]
@@ -24,11 +25,6 @@ def checkpoint_call(function, others, tensors):
         return function(*filled)
 
     return mindspore_recompute(_Block(run, others), *[tensors[place] for place in needed])
-
-
-def _needs_gradient(tensor):
-    """Whether a tensor is floating: MindSpore's `recompute` accepts gradients of floating tensors only."""
-    return tensor._requires_grad and is_float(dtype_name(tensor.dtype))
 
 
 def _plain(leaf):

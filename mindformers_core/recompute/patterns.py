@@ -15,7 +15,7 @@ ExtView are ignored. All numbers must exist: `layers.0-7.mlp` of 4 layers is an 
 
 import re
 from dataclasses import dataclass, replace
-from functools import cached_property
+from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from mindformers_core.hints import nearest
@@ -58,24 +58,14 @@ class Segment:
         """Whether the segment matches one part of a Cell's path."""
         if self.numbers is not None:
             return bool(re.fullmatch("[0-9]+", part)) and _is_in(int(part), self.numbers)
-        return self.indices is None and bool(self._exact.fullmatch(part))
+        return self.indices is None and fnmatchcase(part, self.name)
 
     def fits_operator(self, labels):
         """Whether the segment matches an operator with these `Label`s."""
-        return any(self._fits_label(label) for label in labels)
-
-    def _fits_label(self, label):
-        if self.numbers is not None or not (self.indices is None or _is_in(label.number, self.indices)):
-            return False
-        return bool((self._exact if label.variable else self._plain).fullmatch(label.plain))
-
-    @cached_property
-    def _exact(self):
-        return _expression(self.name)
-
-    @cached_property
-    def _plain(self):
-        return _expression(plain_name(self.name))
+        indexed = [each for each in labels if self.indices is None or _is_in(each.number, self.indices)]
+        return self.numbers is None and any(
+            fnmatchcase(label.plain, self.name if label.variable else plain_name(self.name)) for label in indexed
+        )
 
 
 @dataclass(frozen=True)
@@ -303,12 +293,6 @@ def _listed(known):
 
 def _is_in(number, ranges):
     return any(first <= number <= last for first, last in ranges)
-
-
-def _expression(name):
-    """A compiled regular expression for a name with wildcards."""
-    wildcards = {"*": ".*", "?": "."}
-    return re.compile("".join(wildcards.get(letter, re.escape(letter)) for letter in name), re.DOTALL)
 
 
 def _segment(part, place, count):

@@ -43,8 +43,8 @@ class ShardedTree:
         cells, classes: path -> Cell, and the class of the user.
         parameter_layouts: path -> Layout.
         boundaries: path -> the `Boundary` at which the eager engine redistributes arguments and results.
-        programs: (signature, number) -> `Program`, least recently used first. Those of one signature were captured with
-            other values of what their `PythonState`s tell.
+        programs: name -> `Program`, least recently used first. Those of one signature were captured with other values
+            of what their `PythonState`s tell.
         function_names: names of all generated functions: a Cell may get several of them as methods.
         eager: paths of the Cells that run operator by operator.
         running: name of the program of the current call from outside, or None.
@@ -65,7 +65,6 @@ class ShardedTree:
         self.mesh, self.declarations, self.takes_full_batch = mesh, declarations, takes_full_batch
         self.check_inputs = check_inputs and mesh.size > 1 and world().backend != "fake"
         self.programs, self.function_names, self.eager = OrderedDict(), set(), set()
-        self._alike, self._made = {}, 0  # signature -> numbers of its programs; the last number
         self._news = {}  # signature -> (what is new at each call, number of such calls in a row)
         self._runs = {}  # signature -> number of calls since the last of these
         self.running = self.views = self.training = self.deferred_gradients = None
@@ -213,22 +212,22 @@ class ShardedTree:
             if not saved_plan:
                 self._check_changes(key)
             program = make_program(self, path, args, kwargs, key, saved_plan)
-            self._made += 1
-            self.programs[key, self._made] = program
-            self._alike.setdefault(key, []).append(self._made)
+            self.programs[program.name] = program
             self._attach(program)
             self._drop_oldest(path)
         return program
 
     def known_program(self, path, args, kwargs):
         """The `Program` of a call, or None."""
-        key = self.key(path, args, kwargs)
-        for number in reversed(self._alike.get(key, ())):
-            program = self.programs[key, number]
+        for program in self._alike(self.key(path, args, kwargs)):
             if program.state.changed() is None:
-                self.programs.move_to_end((key, number))
+                self.programs.move_to_end(program.name)
                 return program
         return None
+
+    def _alike(self, key):
+        """The programs of a signature, the last used one first."""
+        return (program for program in reversed(self.programs.values()) if program.signature == key)
 
     def finish_run(self, program):
         """Set what a call leaves in attributes, and count the call for `_check_changes`."""
@@ -237,14 +236,14 @@ class ShardedTree:
 
     def _check_changes(self, key):
         """Raise an error where something in Python has had another value at each of the last calls like this one."""
-        if not self._alike.get(key):
+        last = next(self._alike(key), None)
+        if last is None:
             return
-        state = self.programs[key, self._alike[key][-1]].state
-        read, then, now = state.changed()
+        read, then, now = last.state.changed()
         (known, count), runs = self._news.get(key, (None, 0)), self._runs.pop(key, 0)
         count = count + 1 if known == read and runs < 2 else 1
         self._news[key] = read, count
-        if count >= (MOST_OWN_VALUES if read.name in [name for _, name, _ in state.writes] else MOST_VALUES):
+        if count >= (MOST_OWN_VALUES if read.name in [name for _, name, _ in last.state.writes] else MOST_VALUES):
             path = next((path for path, cell in self.cells.items() if cell is read.cell), key[0])
             raise ValueError(
                 f"in {self.label(path)}, {read.source}: {read.what} has another value at every call, before {then!r}, "
@@ -304,7 +303,7 @@ class ShardedTree:
         Returns:
             `(CellPlan, list of the weights that the call passes)`.
         """
-        (program,) = [each for each in self.programs.values() if each.name == self.running]
+        program = self.programs[self.running]
         names = program.source.functions
         calls = (call[1:] for call in program.calls() if (call[0], names[call[1]]) == (path, function))
         frame, graph = next(calls)
@@ -315,18 +314,16 @@ class ShardedTree:
         self._versions += 1
         if self.programs and self.views is None:  # an eager Cell may set attributes while it runs
             self.programs.clear()
-            self._alike.clear()
             for path, methods in self._methods.items():
                 methods.clear()
                 self._set_class(path)
 
     def _drop_oldest(self, path):
         """Drop the least recently used program of a Cell that has too many."""
-        alike = [key for key, program in self.programs.items() if program.path == path]
-        if len(alike) <= MOST_PROGRAMS:
+        of_cell = [name for name, program in self.programs.items() if program.path == path]
+        if len(of_cell) <= MOST_PROGRAMS:
             return
-        self._alike[alike[0][0]].remove(alike[0][1])
-        old = self.programs.pop(alike[0])
+        old = self.programs.pop(of_cell[0])
         _LOG.warning(
             "%s has had more than %d programs, and forgets that for %s: pad inputs to fewer different shapes",
             self.label(path), MOST_PROGRAMS, ", ".join(value.described for value in old.inputs),

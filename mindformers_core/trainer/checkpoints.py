@@ -13,7 +13,7 @@ from mindformers_core.checkpoint.load import open_checkpoint
 from mindformers_core.checkpoint.mindspore_files import read_ckpt, write_ckpt
 from mindformers_core.checkpoint.parts import on_all_ranks
 from mindformers_core.checkpoint.save import SaveError, save
-from mindformers_core.checkpoint.tensors import load_parameters, model_parts, optimizer_parts, ranks_of, values_of
+from mindformers_core.checkpoint.tensors import load_parameters, model_parts, optimizer_parts, ranks_of
 from mindformers_core.hints import first_of
 from mindformers_core.scopes import errors_at
 from mindformers_core.trainer.recipe_loader import recipe_to_dict
@@ -39,7 +39,7 @@ def open_source(recipe):
 
 
 def resume(job, checkpoint):
-    """`job` itself, with the tensors of a `Checkpoint`, and its state, unless weights only are taken; rank 0 says what.
+    """Give `job` the tensors of a `Checkpoint`, and its state, unless weights only are taken; rank 0 says what.
 
     Raises:
         ValueError: on all ranks: tensors that differ from the model's, a damaged file, another seed or length of
@@ -67,7 +67,6 @@ def resume(job, checkpoint):
         raise ValueError(
             f"training.steps: {recipe.training.steps}, but {checkpoint.folder} already has {job.step} steps"
         )
-    return job
 
 
 def fill(checkpoint, parts, recipe, mesh, rank, converts=True):
@@ -133,7 +132,7 @@ def save_job(job):
         "recipe": recipe_to_dict(recipe),
     }
     documents = {CONFIG: encode_json(config, indent=1), STATE: encode_json(state, indent=1)}
-    arguments = folder, list(parts), lambda part: values_of(parts[part]), documents
+    arguments = folder, list(parts), lambda part: parts[part].asnumpy(), documents
     try:
         if section.async_save:
             return _save_beside(job, arguments, (section.keep_last, section.keep_every))

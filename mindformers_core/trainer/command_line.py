@@ -130,14 +130,14 @@ def _train(arguments):
 
 
 def _run_steps(job):
-    from mindformers_core.checkpoint.save import SaveError
     from mindformers_core.trainer.data import DataError
-    from mindformers_core.trainer.records import RecordError
     from mindformers_core.trainer.training_loop import run_steps
 
     try:
         summary = run_steps(job)
-    except (SaveError, RecordError, DataError, FloatingPointError) as error:
+    except BrokenPipeError:
+        raise
+    except (OSError, DataError, FloatingPointError) as error:
         return _report(error)
     if job.rank == 0:
         print(summary)
@@ -145,14 +145,14 @@ def _run_steps(job):
 
 
 def _generate(arguments):
-    from mindformers_core.trainer.generating import Request, generate, read_prompts
+    from mindformers_core.trainer.generating import generate, read_prompts
     from mindformers_core.trainer.recipe_loader import load_recipe
 
     prompts = arguments.prompt + (read_prompts(arguments.prompts) if arguments.prompts else [])
     keys = ("temperature", "top_p", "seed")
     given = {key: value for key in keys if (value := getattr(arguments, key)) is not None}
-    request = Request(tuple(prompts), arguments.tokens, given, arguments.batch, arguments.tokenizer)
-    texts, rank = generate(load_recipe(arguments.config, arguments.overrides), request)
+    options = arguments.tokens, given, arguments.batch, arguments.tokenizer
+    texts, rank = generate(load_recipe(arguments.config, arguments.overrides), prompts, *options)
     if rank == 0:
         print("\n\n".join(texts))
 

@@ -20,6 +20,8 @@ from mindformers_core.hints import first_of
 from mindformers_core.lazy_exports import import_object
 from mindformers_core.operators.signature import tensor_meta
 from mindformers_core.scopes import errors_at
+from mindformers_core.trainer.pipeline_recipe import micro_batches_of_a_run
+from mindformers_core.trainer.recipe import accumulation_steps
 
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
 
@@ -88,13 +90,18 @@ class OwnDataset:
         )
 
 
-def first_sequence(consumed, micro_batch, dp_rank, dp_size, local_batch_size):
-    """Index in the stream of the first sequence of a dp rank's micro-batch; all numbers start at 0.
+def local_batch(recipe, mesh, rank, dataset, consumed=0):
+    """The arrays of a step on `rank`, each (runs, local batch, …): ids and labels, or those of a user's dataset.
 
     Earlier steps took `consumed` sequences. The global batch is divided into micro-batches, those of a pipeline's
-    schedule, in order, and each micro-batch is sharded over dp in order.
+    schedule, in order, and each micro-batch is sharded over dp in order. The axes of `mesh` are `MESH_AXES`.
     """
-    return consumed + (micro_batch * dp_size + dp_rank) * local_batch_size
+    (place,), dp_size = mesh.coordinate(rank, ("dp",)), mesh.axis_size("dp")
+    runs, passes = accumulation_steps(recipe, dp_size), micro_batches_of_a_run(recipe)
+    size = recipe.training.local_batch_size // passes
+    firsts = [consumed + (number * dp_size + place) * size for number in range(runs * passes)]
+    arrays = map(np.concatenate, zip(*(dataset.batch(first, size) for first in firsts)))
+    return [array.reshape(runs, -1, *array.shape[1:]) for array in arrays]
 
 
 def dataset_of(recipe):

@@ -1,7 +1,7 @@
 """`python -m mindformers_core generate`: a checkpoint continues prompts, on any mesh."""
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import mindspore as ms
 
@@ -9,7 +9,6 @@ from mindformers_core.checkpoint.load import read_json
 from mindformers_core.checkpoint.slices import FileLayer
 from mindformers_core.checkpoint.tensors import share_weights
 from mindformers_core.layout import layout
-from mindformers_core.pipeline.layer_split import stages_of_rank
 from mindformers_core.serving.generator import Generator
 from mindformers_core.serving.prompts import encode_prompts, tokens_of
 from mindformers_core.serving.sampling import Sampling
@@ -20,63 +19,52 @@ from mindformers_core.trainer.step import stages_of
 from mindformers_core.trainer.training_loop import enter_world
 
 
-@dataclass(frozen=True)
-class Request:
-    """What to generate.
-
-    Attributes:
-        prompts: texts.
-        tokens: number of tokens to generate for each, at most.
-        sampling: a `Sampling`; or a dict of some of its fields, the others are those of `generation_config.json`.
-        batch: number of prompts that are continued together.
-        tokenizer: as of `tokens_of`.
-    """
-
-    prompts: tuple
-    tokens: int = 64
-    sampling: Sampling = Sampling()
-    batch: int = 8
-    tokenizer: str = ""
-
-
-def generate(recipe, request):
-    """Continue the prompts of a `Request`: `(texts, rank)`, prompts included, on every rank.
+def generate(recipe, prompts, *options, **named_options):
+    """Continue prompts: `(texts, rank)`, prompts included, on every rank; options as of `continue_prompts`.
 
     Raises:
-        ValueError, FileNotFoundError, ModuleNotFoundError: a recipe, request, checkpoint or tokenizer that doesn't fit.
+        ValueError, FileNotFoundError, ModuleNotFoundError: a recipe, option, checkpoint or tokenizer that doesn't fit.
     """
     if not recipe.checkpoint.load_path:
         raise ValueError("checkpoint.load_path: generate needs weights: give a run folder, or a Hugging Face folder")
     world, mesh = enter_world(recipe)
     checkpoint = open_source(recipe)
-    return continue_prompts(recipe, mesh, world.rank, checkpoint, request), world.rank
+    texts = continue_prompts(recipe, mesh, world.rank, checkpoint, prompts, *options, **named_options)
+    return texts, world.rank
 
 
-def continue_prompts(recipe, mesh, rank, checkpoint, request):
-    """The texts of `generate`, on a mesh with the axes `MESH_AXES`, with the weights of a `Checkpoint`."""
+def continue_prompts(recipe, mesh, rank, checkpoint, texts, count=64, sampling=None, most=8, tokenizer=""):
+    """The texts of `generate`, on a mesh with the axes `MESH_AXES`, with the weights of a `Checkpoint`.
+
+    Args:
+        recipe, mesh, rank, checkpoint: as of `make_generator`.
+        texts: the prompts.
+        count: number of tokens to generate for each, at most.
+        sampling: a dict of some fields of a `Sampling`; the others are those of `generation_config.json`.
+        most: number of prompts that are continued together.
+        tokenizer: as of `tokens_of`.
+    """
     data, model, config = recipe.train_dataset, recipe.model, checkpoint.config or {}
     is_text = not data.factory and not any(path.endswith(".npy") for path in data.data_path)
     theirs = read_json(checkpoint.folder, "generation_config.json", FileLayer()) or {}
     stops = theirs.get("eos_token_id", config.get("eos_token_id"))  # None, an id, which may be 0, or several
-    sampling = request.sampling
-    if isinstance(sampling, dict):
-        keys = ("temperature", "top_p") if theirs.get("do_sample") else ()
-        sampling = Sampling(**{key: theirs.get(key) or 1.0 for key in keys} | sampling)
+    keys = ("temperature", "top_p") if theirs.get("do_sample") else ()
+    sampling = Sampling(**{key: theirs.get(key) or 1.0 for key in keys} | (sampling or {}))
     vocab_size, longest = (getattr(model, key, None) for key in ("vocab_size", "max_position_embeddings"))
     tokens = tokens_of(
-        request.tokenizer, checkpoint.folder, is_text and checkpoint.state is not None, vocab_size,
+        tokenizer, checkpoint.folder, is_text and checkpoint.state is not None, vocab_size,
         (stops,) if isinstance(stops, int) else stops or (),
     )  # fmt: skip
-    prompts = encode_prompts(request.prompts, tokens, request.tokens, vocab_size, longest)
+    prompts = encode_prompts(texts, tokens, count, vocab_size, longest)
     dp_size, length = mesh.axis_size("dp"), max(map(len, prompts))
-    batch = -(-min(request.batch, len(prompts)) // dp_size) * dp_size
-    generator = make_generator(recipe, mesh, rank, batch, length, request.tokens, checkpoint)
+    batch = -(-min(most, len(prompts)) // dp_size) * dp_size
+    generator = make_generator(recipe, mesh, rank, batch, length, count, checkpoint)
     found = []
     for first in range(0, len(prompts), batch):
         part = prompts[first : first + batch]
         rows = part + part[:1] * (batch - len(part))  # the last batch is filled up
         numbers = [*range(first, first + len(part)), *(first for _ in rows[len(part) :])]
-        found += generator.run(rows, request.tokens, sampling, numbers, tokens.stops)[: len(part)]
+        found += generator.run(rows, count, sampling, numbers, tokens.stops)[: len(part)]
     return [tokens.decode(prompt + new) for prompt, new in zip(prompts, found, strict=True)]
 
 
@@ -96,8 +84,8 @@ def make_generator(recipe, mesh, rank, batch, length, count, checkpoint):
     """
     sizes, cells = replace(recipe.parallelism, sequence_parallel=False), {}
     layers, stage_mesh, is_part = stages_of(recipe, mesh, rank)
-    pp_ranks, chunks = mesh.group(rank, ("pp",)), sizes.pipeline_parallel_interleave_num if is_part else 1
-    last = len(pp_ranks) * chunks - 1
+    pp_ranks, chunks = mesh.group(rank, ("pp",)), sizes.pipeline_parallel_interleave_num
+    holders = recipe_schedule(recipe).stage_ranks(len(pp_ranks) * chunks, len(pp_ranks)) if is_part else (0,)
     for stage, part in layers.items():
         with ms.DeviceCtx("meta"):
             net = recipe.spec.build(recipe.model, part).set_train(False)
@@ -107,18 +95,14 @@ def make_generator(recipe, mesh, rank, batch, length, count, checkpoint):
                     "add_caches(batch, slots), see docs/generate.md"
                 )
             net.add_caches(batch, length + count)
-        plan = {"": {"output": layout("None", "None", "None")}} if stage == last else None
+        plan = {"": {"output": layout("None", "None", "None")}} if stage == len(holders) - 1 else None
         settings = {"seed": recipe.training.seed, "mode": recipe.context.engine, "check_inputs": False}
         cells[stage] = shard(net, stage_mesh, sizes, plan, **settings)
     fill(checkpoint, weight_parts(recipe, cells, rank), recipe, mesh, rank)
     share_weights(cells.values())
-    stage_ranks = [pp_ranks[0]] * (last + 1)
-    placement = recipe_schedule(recipe).placement if is_part else "loop"
-    for place, holder in enumerate(pp_ranks):
-        for stage in stages_of_rank(place, len(pp_ranks), chunks, placement):
-            stage_ranks[stage] = holder
     (place,), rows = mesh.coordinate(rank, ("dp",)), batch // mesh.axis_size("dp")
     rows = slice(place * rows, (place + 1) * rows)
+    stage_ranks = [pp_ranks[holder] for holder in holders]
     return Generator(cells, stage_ranks, rank, rows, length, recipe.context.mode == 0)
 
 

@@ -1,6 +1,6 @@
 """A recipe's pipeline: the schedule, and the layers of every stage and rank. No MindSpore is called here."""
 
-from mindformers_core.pipeline.layer_split import split_layers, stages_of_rank
+from mindformers_core.pipeline.layer_split import split_layers
 from mindformers_core.pipeline.schedules.named import schedule_class
 from mindformers_core.pipeline.tables.simulating import simulate
 from mindformers_core.scopes import errors_at
@@ -56,12 +56,10 @@ def recipe_schedule(recipe):
     """The class of the recipe's schedule.
 
     Raises:
-        ValueError: an unknown name, with the nearest one, or an import path of something else.
+        ValueError, TypeError, OSError: as of `schedule_class`.
     """
-    try:
+    with errors_at("parallelism.pipeline_parallel_schedule: ", kinds=(ValueError, TypeError, OSError)):
         return schedule_class(recipe.parallelism.pipeline_parallel_schedule)
-    except (ValueError, TypeError, OSError) as error:
-        raise ValueError(f"parallelism.pipeline_parallel_schedule: {error}") from None
 
 
 def micro_batches_of_a_run(recipe):
@@ -99,6 +97,6 @@ def layers_of_stages(recipe):
 
 def layers_of_rank(recipe, pipeline_rank):
     """A dict, number of a stage of a pipeline rank -> its `LayerRange`."""
-    sizes, layers = recipe.parallelism, layers_of_stages(recipe)
-    chunks, placement = sizes.pipeline_parallel_interleave_num, recipe_schedule(recipe).placement
-    return {stage: layers[stage] for stage in stages_of_rank(pipeline_rank, sizes.pipeline_parallel, chunks, placement)}
+    layers = layers_of_stages(recipe)
+    holders = recipe_schedule(recipe).stage_ranks(len(layers), recipe.parallelism.pipeline_parallel)
+    return {stage: layers[stage] for stage, holder in enumerate(holders) if holder == pipeline_rank}

@@ -6,30 +6,20 @@ import math
 import os
 import sys
 import time
-from contextlib import contextmanager
 
 from mindformers_core.explaining import pictures
 from mindformers_core.files import lock_folder, write_whole
 from mindformers_core.hints import install_hint
 from mindformers_core.recompute import write_curve
+from mindformers_core.scopes import errors_at
 from mindformers_core.sharding.inspecting import explain_activations
 
 _BAR_WIDTH = 24
 
 
-class RecordError(OSError):
-    """The run folder can't be made, or takes no more records."""
-
-
-@contextmanager
 def record_errors(folder):
-    """While open, an `OSError` is a `RecordError` that names the run folder."""
-    try:
-        yield
-    except BrokenPipeError:  # of the terminal
-        raise
-    except OSError as error:
-        raise RecordError(f"training.output_dir: {folder}: {error}") from error
+    """A context manager: errors name the run folder, which can't be made, or takes no more records."""
+    return errors_at(f"training.output_dir: {folder}: ", kinds=OSError)
 
 
 def require_extras(recipe):

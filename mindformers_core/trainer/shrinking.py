@@ -152,10 +152,8 @@ def shrunk_recipe(recipe):
         `(small, plans)`: the small `Recipe`, on the same mesh, and its plans, as of `simulate`.
 
     Raises:
-        ValueError: the recipe is impossible, runs without programs (eager), or has another plan at small sizes.
+        ValueError: the recipe is impossible, or has another plan at small sizes.
     """
-    if recipe.context.engine == "eager":
-        raise ValueError("context.engine: eager has no programs that could be verified: use context.engine=generated")
     stages, layers, choices, parameters, tensors = _layers_of_stages(recipe), [], {}, {}, set()
     for stage, (tree, _, frame) in planned(recipe, forgets=True).items():
         dropped, kept = _layer_kinds(recipe, frame, stages[stage])

@@ -7,7 +7,6 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 import mindspore as ms
-import numpy as np
 
 from mindformers_core.checkpoint.folders import set_aside
 from mindformers_core.checkpoint.parts import on_all_ranks
@@ -22,8 +21,7 @@ from mindformers_core.mesh import DeviceMesh
 from mindformers_core.optimizers.adamw import AdamW, decay_lines
 from mindformers_core.sharding.replicas import check_replicas
 from mindformers_core.trainer.checkpoints import await_copies, open_source, reserve_memory, resume, save_job
-from mindformers_core.trainer.data import dataset_of, first_sequence
-from mindformers_core.trainer.pipeline_recipe import micro_batches_of_a_run
+from mindformers_core.trainer.data import dataset_of, local_batch
 from mindformers_core.trainer.recipe import Recipe, accumulation_steps, learning_rate, recipe_mesh
 from mindformers_core.trainer.recipe_loader import recipe_keys, recipe_to_yaml
 from mindformers_core.trainer.recording import start_recording
@@ -50,9 +48,8 @@ class Job:
     dataset: object  # see `dataset_of`
     cells: dict  # see `build_cells`
     optimizer: AdamW
-    micro_batches: int  # forward and backward passes of a step; in a pipeline runs of its schedule
-    batch_size: int  # sequences of a step, of all dp ranks together
     run_step: object  # see `step_function`
+    batch_size: int  # sequences of a step, of all dp ranks together
     step: int = 0
     consumed: int = 0
     save_plan: object = None  # the `SavePlan` of the first checkpoint, for the others
@@ -99,25 +96,22 @@ def enter_world(recipe):
 
 
 def begin_job(recipe, mesh, rank, dataset, checkpoint=None):
-    """`make_job`, with the state of a `Checkpoint`, and perturbed where the recipe says so."""
-    job = make_job(recipe, mesh, rank, dataset)
-    job = job if checkpoint is None else resume(job, checkpoint)
-    if recipe.monitor.perturb:
-        perturb(job.optimizer.parameters, recipe.monitor.perturb, rank)
-    return job
+    """The `Job` of `rank` before its first step, with the state of a `Checkpoint`, and perturbed if the recipe says so.
 
-
-def make_job(recipe, mesh, rank, dataset):
-    """The `Job` of `rank` before its first step; the axes of `mesh` are `MESH_AXES`."""
+    The axes of `mesh` are `MESH_AXES`.
+    """
     dp_size = mesh.axis_size("dp")
-    micro_batches = accumulation_steps(recipe, dp_size)
-    batch_size = recipe.training.local_batch_size * dp_size * micro_batches
+    batch_size = recipe.training.local_batch_size * dp_size * accumulation_steps(recipe, dp_size)
     ms.set_seed(recipe.training.seed)
     start_recording(recipe, mesh, rank)
     cells = build_cells(recipe, mesh, rank)
     ms.manual_seed(recipe.training.seed)  # after the constructors, of which stages call others
-    optimizer, run_step = step_function(recipe, mesh, cells)
-    return Job(recipe, rank, mesh, dataset, cells, optimizer, micro_batches, batch_size, run_step)
+    job = Job(recipe, rank, mesh, dataset, cells, *step_function(recipe, mesh, cells), batch_size)
+    if checkpoint is not None:
+        resume(job, checkpoint)
+    if recipe.monitor.perturb:
+        perturb(job.optimizer.parameters, recipe.monitor.perturb, rank)
+    return job
 
 
 def run_steps(job):
@@ -128,9 +122,9 @@ def run_steps(job):
 
     Raises:
         FloatingPointError: on all ranks: the loss, or a gradient, is NaN or infinite; or, when they are to be saved,
-            the weights or moments are. SaveError: a checkpoint can't be saved. RecordError: the run folder can't be
-            made, is another run's, or takes no more records. ValueError: ranks have other weights where they should
-            have the same.
+            the weights or moments are. SaveError: a checkpoint can't be saved. OSError: the run folder can't be made,
+            is another run's, or takes no more records. ValueError: ranks have other weights where they should have the
+            same.
     """
     with ExitStack() as held:
         return _run_steps(job, _open_records(job, held))
@@ -185,12 +179,12 @@ def _compare_replicas(job, is_due):
 
 
 def train_step(job):
-    """Run one optimizer step over `micro_batches` micro-batches; returns its row of metrics.
+    """Run one optimizer step; returns its row of metrics.
 
     Where the loss or a gradient isn't finite, nothing is updated, and the row has a text about it, `not_finite`.
     """
     started = time.perf_counter()
-    batch = _batch(job)
+    batch = local_batch(job.recipe, job.mesh, job.rank, job.dataset, job.consumed)
     job.step += 1
     job.consumed += job.batch_size
     rate = learning_rate(job.recipe, job.step)
@@ -222,16 +216,6 @@ def _not_finite(job, loss, norm, names):
     )
 
 
-def _batch(job):
-    """The arrays of this step's micro-batches on this rank, each (micro-batches, local batch, …): ids and labels."""
-    (dp_rank,), dp_size = job.mesh.coordinate(job.rank, ("dp",)), job.mesh.axis_size("dp")
-    local, parts = job.recipe.training.local_batch_size, micro_batches_of_a_run(job.recipe)
-    numbers, size = range(job.micro_batches * parts), local // parts
-    firsts = [first_sequence(job.consumed, number, dp_rank, dp_size, size) for number in numbers]
-    arrays = map(np.concatenate, zip(*(job.dataset.batch(first, size) for first in firsts)))
-    return [array.reshape(job.micro_batches, local, *array.shape[1:]) for array in arrays]
-
-
 def _open_records(job, held):
     """Make the run folder, which rank 0 has until the stack `held` is closed; all ranks call this.
 
@@ -255,7 +239,8 @@ def _records(job, held):
     if carries_on and (others := set_aside(folder, job.step)):
         print(f"checkpoints of later steps are now {', '.join(others)}")
     kind = "micro-batches" if recipe.parallelism.pipeline_parallel == 1 else "pipeline runs"
-    print(f"{recipe.training.steps} steps of {job.micro_batches} {kind} on ranks {job.mesh}; run folder {folder}")
+    count = accumulation_steps(recipe, job.mesh.axis_size("dp"))
+    print(f"{recipe.training.steps} steps of {count} {kind} on ranks {job.mesh}; run folder {folder}")
     records = [metrics_writer(folder, after_step=job.step)]
     records += [tensorboard_writer(folder)] if recipe.monitor.tensorboard else []
     return [*records, progress_writer(recipe.training.steps, recipe.monitor.log_interval)]

@@ -10,7 +10,7 @@ import numpy as np
 
 from mindformers_core.sharding.initialize import materialize
 from mindformers_core.sharding.parameter_storage import as_computed
-from mindformers_core.trainer.data import dataset_of, first_sequence
+from mindformers_core.trainer.data import dataset_of, local_batch
 from mindformers_core.trainer.pipeline_recipe import micro_batches_of_a_run
 from mindformers_core.trainer.recipe import accumulation_steps, recipe_mesh
 from mindformers_core.trainer.shrinking import NARROWED, narrowed_recipe, planned, shrunk_recipe
@@ -30,23 +30,22 @@ def verify_recipe(recipe, full=False):
     Raises:
         ValueError: the recipe is impossible, or has another plan at small sizes.
     """
-    given, recipe = recipe, replace(recipe, context=replace(recipe.context, mode=1))
+    given, recipe = recipe, replace(recipe, context=replace(recipe.context, mode=1, engine="generated"))
     if full:
         plans = {(stage, tree.mesh): (graph, frame) for stage, (tree, graph, frame) in planned(recipe).items()}
     else:
         print(f"planning on {recipe_mesh(recipe).size:,} ranks, at their own sizes …", file=sys.stderr, flush=True)
         recipe, plans = shrunk_recipe(narrowed_recipe(recipe))
-    mesh = recipe_mesh(recipe)
+    recipe, mesh = replace(recipe, context=replace(recipe.context, engine=given.context.engine)), recipe_mesh(recipe)
     print(f"running {mesh.size:,} ranks …", file=sys.stderr, flush=True)
-    inputs = _inputs(recipe, mesh.axis_size("dp"))
+    runs = accumulation_steps(recipe, mesh.axis_size("dp"))
+    inputs = _inputs(recipe, runs * mesh.axis_size("dp") * recipe.training.local_batch_size)
+    data = SimpleNamespace(batch=lambda first, count: [array[first : first + count] for array in inputs])
 
     def step(rank, cells):
         ms.set_seed(recipe.training.seed)
-        (run_passes, clip, optimizer), (place,) = step_parts(recipe, mesh, cells), mesh.coordinate(rank, ("dp",))
-        runs, count, local = len(inputs[0]), mesh.axis_size("dp"), recipe.training.local_batch_size
-        firsts = [first_sequence(0, run, place, count, local) for run in range(runs)]
-        flat = [array.reshape(-1, *array.shape[4:]) for array in inputs]
-        arrays = [np.stack([rows[first : first + local] for first in firsts]) for rows in flat]
+        run_passes, clip, optimizer = step_parts(recipe, mesh, cells)
+        arrays = local_batch(recipe, mesh, rank, data)
         losses, gradients = run_passes(tuple(as_computed(ms.Tensor(array)) for array in arrays))
         return {(None, run): [(loss, None)] for run, loss in enumerate(losses)}, gradients, clip, optimizer
 
@@ -56,10 +55,12 @@ def verify_recipe(recipe, full=False):
     parameters = {path: parameter.asnumpy() for path, parameter in net.parameters_and_names()}
 
     first = next(graph for (stage, _), (graph, _) in plans.items() if stage == 0)
-    passes = _passes(inputs, recipe.spec.inputs or list(first.arguments))
+    names = recipe.spec.inputs or list(first.arguments)
+    passes = _passes(inputs, runs, micro_batches_of_a_run(recipe), names)
     subject = SimpleNamespace(
         mesh=mesh, build=partial(build_cells, recipe, mesh), step=step, replica=lambda *_: 0, parameters=parameters,
-        passes=passes, divisor=len(inputs[0]), device_target=recipe.context.device_target, model=net, goes_on=True,
+        passes=passes, divisor=runs, device_target=recipe.context.device_target, model=net, goes_on=True,
+        is_mixed=False,
     )  # fmt: skip
     return simulate(subject, plans, _notes(given, recipe))
 
@@ -67,6 +68,7 @@ def verify_recipe(recipe, full=False):
 def _notes(given, recipe):
     """Sentences about what differs between a recipe and the one that is verified."""
     notes = ["not verified: graph mode; the programs run in PyNative"] if given.context.mode == 0 else []
+    notes += ["not verified: tensors inside; ranks run operator by operator"] * (given.context.engine == "eager")
     ranks = [(name, vars(given.parallelism)[name], vars(recipe.parallelism)[name]) for name in NARROWED]
     if fewer := ", ".join(f"{name} {old} -> {new}" for name, old, new in ranks if old != new):
         few, all_ranks = (recipe_mesh(each).size for each in (recipe, given))
@@ -79,25 +81,19 @@ def _notes(given, recipe):
     return [*notes, f"at small sizes: {', '.join(changed)}"] if changed else notes
 
 
-def _inputs(recipe, size):
-    """Random ids, or a user's data: arrays of shape (runs, dp ranks, micro-batches, samples of one, …)."""
-    count = micro_batches_of_a_run(recipe)
-    runs, length = accumulation_steps(recipe, size), recipe.train_dataset.seq_length
-    draw, rows = np.random.default_rng(recipe.training.seed), runs * size * recipe.training.local_batch_size
+def _inputs(recipe, count):
+    """Random ids and labels, or a user's data, of so many samples: arrays."""
     if recipe.train_dataset.factory:
-        arrays = dataset_of(recipe).batch(0, rows)
-    else:
-        ids = draw.integers(0, recipe.model.vocab_size, (rows, length + 1)).astype(np.int32)
-        arrays = ids[:, :-1], np.where(draw.random((rows, length)) < 0.1, -100, ids[:, 1:]).astype(np.int32)
-    return [array.reshape(runs, size, count, -1, *array.shape[1:]) for array in arrays]
+        return dataset_of(recipe).batch(0, count)
+    draw, length = np.random.default_rng(recipe.training.seed), recipe.train_dataset.seq_length
+    ids = draw.integers(0, recipe.model.vocab_size, (count, length + 1)).astype(np.int32)
+    return ids[:, :-1], np.where(draw.random((count, length)) < 0.1, -100, ids[:, 1:]).astype(np.int32)
 
 
-def _passes(inputs, names):
-    """The passes of a subject of `simulate`: every micro-batch of every run, of all dp ranks together."""
-    runs, _, count, *_ = inputs[0].shape
-    passes = []
-    for run, number in np.ndindex(runs, count):
-        first, *others = [array[run, :, number].reshape(-1, *array.shape[4:]) for array in inputs]
+def _passes(inputs, runs, count, names):
+    """The passes of a subject of `simulate`: every one of the micro-batches of every run, of all dp ranks together."""
+    passes, parts = [], zip(*(np.split(array, runs * count) for array in inputs))
+    for (run, number), (first, *others) in zip(np.ndindex(runs, count), parts, strict=True):
         named = dict(zip(names[1:], others, strict=True))
         passes.append(((number, run, 0), (first,), named, lambda losses: [np.full_like(losses[0], 1 / count)]))
     return passes

@@ -22,7 +22,7 @@ class Precision:
     """The floating dtype of a verification.
 
     Attributes:
-        dtype: name of the dtype of all floating tensors, whatever their dtypes in the model.
+        dtype: name of the dtype of all floating tensors, whatever their dtypes in the model; None: these.
         tolerance: largest difference, relative to the largest magnitude of a tensor.
         rounding: largest difference, relative to the largest magnitude of the terms that were summed.
     """
@@ -36,6 +36,7 @@ PRECISIONS = {
     "float64": Precision("float64", 2**-20, 2**-44),
     "float32 in float64": Precision("float64", 2**-18, 2**-22),  # see `FLOAT32_KERNELS`
     "float32": Precision("float32", 2**-13, 2**-17),
+    "mixed": Precision(None, 2**-13, 2**-17),
 }
 # operators that compute float64 tensors in float32 on CPU
 FLOAT32_KERNELS = frozenset({"CTCLossV2", "LayerNorm", "LayerNormExt", "LogSoftmax", "MaskedFill"})
@@ -116,6 +117,12 @@ class Check:
         """Whether there is no fault, or nothing that wasn't compared can be before the first one."""
         first = min((fault.order for fault in self.faults), default=(0,))
         return self.is_whole or first[0] <= 0 or all(self.looks_inside(label) for label in self.truth.outputs)
+
+    def followed_by(self, other):
+        """This `Check` without faults, or another one of the same model that has some, with the tensors of both."""
+        found = other if other.faults else self
+        found.compared = self.compared + other.compared
+        return found
 
     def report(self):
         """The text of the verification."""

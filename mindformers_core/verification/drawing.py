@@ -1,6 +1,4 @@
-"""The random states of a verification: those of a pass are the same on all ranks and on one card."""
-
-from zlib import crc32
+"""The random draws of one card: what those of ranks, which ask MindSpore's generator, have to be."""
 
 import mindspore as ms
 from mindspore import Tensor
@@ -12,17 +10,19 @@ from mindformers_core.operators.registry import facts_of
 from mindformers_core.program.structure import tree_leaves
 from mindformers_core.propagation.operators import operator_signature
 
+SEED = 77  # of MindSpore's generator when a step begins
 
-def begin_draws(label):
-    """Begin the draws of a pass through a stage."""
-    process_state().memo(__name__).update(seed=crc32(repr(label).encode()), count=0)
+
+def begin_draws(block):
+    """Begin the draws of a pass for a block of rows; see `dropout`."""
+    process_state().memo(__name__).update(offset=block << 40)
 
 
 def next_random_state():
-    """As `dropout.next_random_state`; MindSpore's generator is one for all simulated ranks."""
+    """As `dropout.next_random_state`, whose steps are those of MindSpore's operators."""
     state = process_state().memo(__name__)
-    state["count"] += 1
-    return Tensor(state["seed"], mstype.int64), Tensor(12 * state["count"], mstype.int64)
+    state["offset"] += 12
+    return Tensor(SEED, mstype.int64), Tensor(state["offset"] - 12, mstype.int64)
 
 
 def draw_of(node, dtype):

@@ -5,7 +5,6 @@ import re
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
-from traceback import extract_tb
 
 import mindspore as ms
 import numpy as np
@@ -25,7 +24,9 @@ from mindformers_core.scopes import replaced
 from mindformers_core.sharding.sharded_cells import tree_of
 from mindformers_core.verification.checking import FLOAT32_KERNELS, PRECISIONS, Check
 from mindformers_core.verification.comparison import largest
-from mindformers_core.verification.observing import RankObserver
+from mindformers_core.verification.drawing import SEED
+from mindformers_core.verification.observing import RankObserver, place_of
+from mindformers_core.verification.ranges import compare_ranges, range_cases
 from mindformers_core.verification.rounding import EPS, allowances
 from mindformers_core.verification.stepping import compare_step
 from mindformers_core.verification.truth import OneCard, differentiated
@@ -35,8 +36,14 @@ _OWN_TERMS = 2**-7  # of the largest magnitude in a pass, whose rounding errors 
 _OWN_STATE = 2**-16, 2**-20  # the same, of the parameters that it writes
 _OWN_SUMS = 4  # units of rounding of a result in half precision there: kernels add in it
 _HUGE = 1e30  # counts as infinite: the lowest number of float32 is not that of float64
+_AS_BEFORE = 2**-22, 0.0  # of float32 parameters that nothing writes
 _FIRST = (-1,)  # the order of faults in the model's own code
 _LEAVE_IT = ("add_", "sub_", "mul_", "div_", "floor_divide_", "remainder_", "exp_")  # on CPU, their tensor as it was
+
+
+def acts_in_training(plans):
+    """Whether programs draw numbers or write Parameters, as dropout and batch norms do in training."""
+    return any(facts.draws or facts.writes for facts in map(facts_of, _operators_of(plans)))
 
 
 def _operators_of(plans):
@@ -47,14 +54,15 @@ def _operators_of(plans):
 
 @contextmanager
 def seed_restored():
-    """While open, `ms.set_seed` may be called; then its seed, which may be None, and NumPy's state are the old ones."""
-    seed, numbers, data = ms.get_seed(), np.random.get_state(), ms.dataset.config.get_seed()
+    """While open, `ms.set_seed` may be called; then its seed, which may be None, and all generators are as before."""
+    seed, numbers, data, draws = ms.get_seed(), np.random.get_state(), ms.dataset.config.get_seed(), ms.get_rng_state()
     try:
         yield
     finally:
         import_module("mindspore.common.seed")._GLOBAL_SEED = seed
         ms.dataset.config.set_seed(data)  # it seeds NumPy, too
         np.random.set_state(numbers)
+        ms.set_rng_state(draws)
 
 
 def simulate(subject, plans, notes=()):
@@ -74,6 +82,7 @@ def simulate(subject, plans, notes=()):
             divisor: of the sum of all passes' gradients.
             device_target: see `rank_of`.
             goes_on: whether `step` may be called again, for the second step.
+            is_mixed: whether the Cells compute in several dtypes, in which results and gradients are compared, too.
             model: the Cell on one card, whose own code the captured program is compared with; or None.
         plans: (number of a stage, mesh of its Cell) -> `(CellGraph, CellPlan)`.
         notes: sentences about what isn't verified.
@@ -122,36 +131,60 @@ def _simulated(subject, plans, precision, notes):
         of_programs = allowances(truth, card(of_kernel))
     if any(fault.order == _FIRST for fault in check.faults):
         of_own = allowances(truth, card(lambda dtype, _: EPS.get(dtype, 0.0) * (_OWN_SUMS if "16" in dtype else 1)))
-    if check.is_located() and not of_programs and not of_own:
-        return check
-    return _compared(subject, Check(*given, is_whole=not check.is_located(), allowances=of_programs), of_own)
+    if not check.is_located() or of_programs or of_own:
+        check = _compared(subject, Check(*given, is_whole=not check.is_located(), allowances=of_programs), of_own)
+    if subject.is_mixed and not check.faults:
+        allowed = allowances(truth, card(lambda dtype, _: EPS.get(dtype, 0.0)))
+        mixed = Check(subject.mesh, plans, truth, PRECISIONS["mixed"], allowances=allowed)
+        _on_ranks(subject, partial(_compare_rank, subject, mixed))
+        check = check.followed_by(mixed)
+    return check
 
 
 def _compared(subject, check, of_own=None):
     """The `Check`, after one step of all ranks; `of_own`: the allowances for the model's own code. Default: none."""
     if unlike := _unlike_own_code(subject, check.plans) or _compare_own_code(check, subject, of_own or {}):
         check.notes += (f"not verified: that the captured program computes what the model's own code does, {unlike}",)
+    ranges = range_cases(check.truth, check.plans)
 
     def work(rank):
-        observer = process_state().observer = RankObserver(rank, check)
-        cells = subject.build(rank)
-        observer.enter_cells(cells, subject.replica(rank, cells))
-        try:
-            step = subject.step(rank, cells)
-        except (RuntimeError, TypeError, ValueError) as error:
-            lines = [frame.line for frame in extract_tb(error.__traceback__) if "/parallel_" in frame.filename]
-            if lines:
-                error.args = (f"{str(error).partition(chr(10))[0]} (in the generated line '{lines[-1]}')",)
-            raise
-        _compare_written(check, observer, cells)
-        compare_step(check, observer, step, _buckets(cells))
+        observer, cells = _compare_rank(subject, check, rank)
+        compare_ranges(check, rank, {stage: tree_of(net).mesh for stage, net in cells.items()}, ranges)
         return _second_step(subject, rank, cells, observer) if subject.goes_on else None
 
-    with custom_gradients(), _without_collection():
-        ended = SimulatedRanks(subject.mesh.size, subject.device_target).run(work)
-    if subject.goes_on:
-        _compare_second_step(check, subject, ended)
+    try:
+        ended = _on_ranks(subject, work)
+    except (RuntimeError, ValueError) as error:
+        if not check.faults:
+            raise
+        check.notes += (f"not verified: what comes after an error: {error}",)
+    else:
+        if subject.goes_on:
+            _compare_second_step(check, subject, ended)
     return check
+
+
+def _on_ranks(subject, work):
+    """The results of `work(rank)` on all ranks."""
+    with custom_gradients(), _without_collection():
+        return SimulatedRanks(subject.mesh.size, subject.device_target).run(work)
+
+
+def _compare_rank(subject, check, rank):
+    """Compare a rank's first step; returns its `RankObserver` and its Cells."""
+    observer = process_state().observer = RankObserver(rank, check)
+    cells = subject.build(rank)
+    observer.enter_cells(cells, subject.replica(rank, cells))
+    try:
+        ms.manual_seed(SEED)
+        step = subject.step(rank, cells)
+    except Exception as error:
+        if where := place_of(error.__traceback__):
+            error.args = (f"{str(error).partition(chr(10))[0]} ({where})",)
+        raise
+    _compare_held(check, observer, cells, subject.parameters)
+    compare_step(check, observer, step, _buckets(cells))
+    return observer, cells
 
 
 def _second_step(subject, rank, cells, observer):
@@ -160,6 +193,7 @@ def _second_step(subject, rank, cells, observer):
     observer.is_watching = False
     held = {path: parameter for net in cells.values() for path, parameter in net.parameters_and_names()}
     before = {path: (each.layout, each.asnumpy().copy()) for path, each in held.items()}
+    ms.manual_seed(SEED)
     _, gradients, _, optimizer = subject.step(rank, cells)
     paths = [observer.paths[id(parameter)] for parameter in optimizer.parameters]
     return before, dict(zip(paths, (gradient.asnumpy() for gradient in gradients), strict=True))
@@ -252,11 +286,15 @@ def _buckets(cells):
     return found
 
 
-def _compare_written(check, observer, cells):
-    """Compare what the parameters hold that programs write, such as running statistics, after all passes."""
+def _compare_held(check, observer, cells, parameters):
+    """Compare what parameters hold after all passes: what programs write, such as running statistics, or what they held
+    before, `parameters`, in no other digit."""
     written = {path: array for state in check.truth.written.values() for path, array in state.items()}
     held = {path: parameter for net in cells.values() for path, parameter in net.parameters_and_names()}
     for path, parameter in held.items():
-        if path in written:
-            at, array = (None, None, None, path, ""), written[path]
-            check.hold((2, 0), observer.rank, "written parameter", at, parameter.layout, parameter, array)
+        what, value, limits = "written parameter", written.get(path), None
+        if value is None:
+            what, value, limits = "parameter after the passes", parameters.get(path), _AS_BEFORE
+        if value is not None and not (limits and "16" in dtype_name(parameter.dtype)):
+            given = (2, 0), observer.rank, what, (None, None, None, path, "")
+            check.hold(*given, parameter.layout, parameter, value, limits=limits)

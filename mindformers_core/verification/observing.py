@@ -1,6 +1,7 @@
 """The observer of one simulated rank: every tensor of its programs is compared with the value on one card."""
 
 from contextlib import nullcontext
+from traceback import walk_tb
 
 from mindspore import Tensor
 from mindspore._c_expression import Cell_, MixedPrecisionType
@@ -10,10 +11,11 @@ from mindformers_core.operators.signature import is_float
 from mindformers_core.program.graph import ParameterUse
 from mindformers_core.sharding.observing import ProgramObserver, parameter_paths
 from mindformers_core.sharding.parameter_storage import as_computed
-from mindformers_core.sharding.sharded_cells import tree_of
+from mindformers_core.sharding.sharded_cells import tree_and_path, tree_of
 from mindformers_core.verification.comparison import gradient_layout
-from mindformers_core.verification.drawing import begin_draws
-from mindformers_core.verification.truth import is_known, widened, widened_text
+from mindformers_core.verification.operators import widened, widened_text
+from mindformers_core.verification.report import instruction_at
+from mindformers_core.verification.truth import is_known
 from mindformers_core.zero.sharded_parameter import parameter_like
 
 
@@ -31,12 +33,10 @@ class RankObserver(ProgramObserver):
         is_watching: whether tensors are compared while passes run.
     """
 
-    is_watching = True
-
     def __init__(self, rank, check):
         super().__init__()
         self.rank, self.check, self._dtype = rank, check, check.precision.dtype
-        self.replica, self.stages, self.paths = 0, {}, {}
+        self.replica, self.stages, self.paths, self.is_watching = 0, {}, {}, self._dtype is not None
 
     def enter_cells(self, cells, replica):
         """Register the finished Cells of this rank, a dict by stage."""
@@ -45,6 +45,8 @@ class RankObserver(ProgramObserver):
 
     def placed(self, cell, parameters):
         """See `Observer`: floating tensors of a Cell in one dtype, without MindSpore's mixed precision."""
+        if self._dtype is None:
+            return parameters
         for _, child in cell.cells_and_names():
             child.mixed_precision_type = None
             Cell_.set_mixed_precision_type(child, MixedPrecisionType.NOTSET)
@@ -64,7 +66,7 @@ class RankObserver(ProgramObserver):
 
     def dtype(self, name):
         """See `Observer`."""
-        return widened(name, self._dtype) if is_float(name) else name
+        return widened(name, self._dtype) if is_float(name) and self._dtype else name
 
     def planned(self, tree, path, plan):
         """See `Observer`: ranks of one mesh share a plan, which was made in the dtypes of the model."""
@@ -81,7 +83,7 @@ class RankObserver(ProgramObserver):
 
     def text(self, text):
         """See `Observer`."""
-        return widened_text(text, self._dtype)
+        return widened_text(text, self._dtype) if self._dtype else text
 
     def loaded(self, module, source):
         """See `Observer`."""
@@ -92,8 +94,6 @@ class RankObserver(ProgramObserver):
     def in_pass(self, label, direction):
         """See `Observer`."""
         label = *label, self.replica
-        if direction == "forward":
-            begin_draws(label)
         return super().in_pass(label, direction) if self.is_watching else nullcontext()
 
     def weight_gradient(self, parameter, gradient):
@@ -125,3 +125,13 @@ class RankObserver(ProgramObserver):
         is_flowing = self._direction == "forward" and tensor._requires_grad and not is_known(tensor)
         if is_flowing and not is_given and layout is not None:
             tensor.register_hook(lambda gradient: self.check.compare(self.rank, "gradient", at, layout, gradient))
+
+
+def place_of(traceback):
+    """The instruction of a generated program that has raised an error, as text; "" where none has."""
+    for frame, number in reversed(list(walk_tb(traceback))):
+        if "/parallel_" in (file := frame.f_code.co_filename):
+            tree, path = tree_and_path(frame.f_locals["self"])
+            program = next(each for each in tree.programs.values() if each.file == file)
+            return instruction_at(program.source.observed, path, file, number)
+    return ""

@@ -1,5 +1,6 @@
 """The text of a verification: the first fault, where it is, and what kind it is where that is certain. Pure Python."""
 
+import re
 from itertools import chain, combinations
 from pathlib import Path
 
@@ -59,8 +60,9 @@ def _place_lines(fault, frames):
     """Where a tensor is produced, and, of a gradient, consumed."""
     _, _, seen, path, file = fault.at
     if seen is None:
-        used = f"  used by   {listed(map(_shown, _users(path, np.shape(fault.value), frames)), _SHOWN)}"
-        return [f"  bucket    {file}"] if file else [used] if fault.what == "weight gradient" else []
+        users = listed(map(_shown, _users(path, np.shape(fault.value), frames)), _SHOWN)
+        used = f"  used by   {users}"
+        return [f"  bucket    {file}"] if file else [used] if fault.what == "weight gradient" and users else []
     cell = f"  Cell      '{path}' ({seen.frame.graph.class_name.rpartition('.')[2]})"
     if isinstance(seen.entry, ParameterUse):
         return [cell, f"  parameter '{seen.entry.path}', as the Cell gets it"]
@@ -119,6 +121,15 @@ def _generated(seen, path):
     lines = Path(path).read_text(encoding="utf-8").splitlines()
     number = next(n for n, line in enumerate(lines) if line.lstrip().startswith(f"observed(self, {seen.number}, "))
     return f"{Path(path).name}:{number}: {lines[number - 1].strip().partition('  # ')[0]}"
+
+
+def instruction_at(observed, path, file, number):
+    """The instruction of a Cell whose source has the line `number`: of `observed`, the first one behind."""
+    text = "".join(Path(file).read_text(encoding="utf-8").splitlines(keepends=True)[number - 1 :])
+    found = re.search(r"observed\(self, (\d+), ", text)
+    entry = observed[int(found[1])].entry if found else None
+    shown = f"{_shown(entry)}; " if entry is not None and not isinstance(entry, ParameterUse) else ""
+    return f"in Cell '{path}', {shown}{Path(file).name}:{number}: {text.strip().partition(chr(10))[0]}"
 
 
 def _array(array):

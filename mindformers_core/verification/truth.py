@@ -1,15 +1,13 @@
 """The program of one card: captured graphs, interpreted on whole tensors, with the gradient of every value."""
 
-import re
 from collections import Counter
 from functools import cached_property, partial
 
 import mindspore as ms
 import numpy as np
-from mindspore import Parameter, Tensor, ops
+from mindspore import Parameter, Tensor
 
 from mindformers_core.dtensor.move import dtype_name
-from mindformers_core.generation.operator_source import operator_source, primitive_source
 from mindformers_core.operators.registry import facts_of
 from mindformers_core.operators.signature import is_float
 from mindformers_core.passes.thread_tape import ThreadTape
@@ -18,28 +16,11 @@ from mindformers_core.program.structure import Value, tree_leaves, tree_map
 from mindformers_core.scopes import errors_at
 from mindformers_core.verification.comparison import largest
 from mindformers_core.verification.drawing import begin_draws, draw_of
+from mindformers_core.verification.operators import OperatorCalls, widened
 from mindformers_core.verification.rounding import factors
 
 _KNOWN = "mindformers_core.verify"
 _FLOATS = ("float16", "bfloat16", "float32")
-
-
-def widened(name, dtype):
-    """The dtype's name in the place of that of a float: `dtype`, or the complex one of the same digits."""
-    return dtype if "complex" not in name else "complex128" if dtype == "float64" else "complex64"
-
-
-def widened_text(text, dtype):
-    """Python source with one floating dtype in the place of every other, and the random states of `drawing`."""
-    text = text.replace(
-        "mindformers_core.dtensor.dropout import next_r", "mindformers_core.verification.drawing import next_r"
-    )
-    return re.sub(r"ms\.(b?float16|float32|complex64)", lambda found: f"ms.{widened(found[1], dtype)}", text)
-
-
-def _without_gradient(leaf):
-    """A result; MindSpore records integers, too, and takes gradients of casts from them."""
-    return leaf if not isinstance(leaf, Tensor) or is_float(dtype_name(leaf.dtype)) else ops.stop_gradient(leaf)
 
 
 def floating(structure):
@@ -98,9 +79,11 @@ class OneCard:
         self.values, self.gradients, self.weight_gradients, self.outputs, self.written = {}, {}, {}, {}, {}
         self.trained = [path for path in stages if path in trained]
         self.tied = {path for path, count in stages.items() if count > 1}
-        self._functions, self._largest = {}, {}  # id of a node, or its source -> function; (what, label) -> size
-        for each in passes:
-            self.run(*each)
+        self._operators, self._largest = OperatorCalls(dtype), {}  # (what, label) -> size
+        numbers, _, replicas = (max(places) + 1 for places in zip(*(label for label, *_ in passes)))
+        for label, *given in passes:
+            begin_draws((label[1] * replicas + label[2]) * numbers + label[0])  # the block of its rows
+            self.run(label, *given)
 
     def run(self, label, args, kwargs, slopes):
         """One pass through all stages, forward and backward.
@@ -118,7 +101,6 @@ class OneCard:
             passed = args
             for stage, graph in self.graphs.items():
                 values, gradients = self.values[stage, label], self.gradients[stage, label] = {}, {}
-                begin_draws(label)
                 result = _Pass(self, values, gradients, written).root(graph, _bound(graph, passed, kwargs))
                 passed = tuple(tree_leaves(result, Tensor))
             flowing.extend(floating(passed))
@@ -164,36 +146,13 @@ class OneCard:
     def results(self, node, args, kwargs):
         """The results of an operator, changed by `noise`."""
         draw, values = draw_of(node, self.dtype), iter(tree_leaves(node.outputs, object))
-        result = self._called(node, args, kwargs) if draw is None else draw(args, kwargs)
+        result = self._operators(node, args, kwargs) if draw is None else draw(args, kwargs)
         return tree_map(lambda leaf: self._noisy(leaf, getattr(next(values), "dtype", ""), node.operator), result)
-
-    def _called(self, node, args, kwargs):
-        """The results of an operator's source."""
-        tensors = {id(tensor): tensor for tensor in tree_leaves((args, kwargs), Tensor)}
-        if id(node) not in self._functions:  # the graphs keep their nodes
-            self._functions[id(node)] = self._function(node, args, kwargs, list(tensors))
-        return tree_map(_without_gradient, self._functions[id(node)](*tensors.values()))
 
     def _noisy(self, tensor, dtype, operator=None):
         """A tensor of a dtype of the model, and its gradient, changed by `noise`."""
         eps = self._noise(dtype, operator) if isinstance(tensor, Tensor) and is_float(dtype) else 0.0
         return tensor * Tensor(factors(tensor.shape, eps, self._draw).astype(self.dtype)) if eps else tensor
-
-    def _function(self, node, args, kwargs, tensors):
-        """The function of tensors with the ids `tensors` that calls an operator."""
-        names = {number: f"tensor_{place}" for place, number in enumerate(tensors)}
-        if node.primitive is None:
-            call = operator_source(node.operator, args, kwargs)
-        else:
-            call = primitive_source(node.primitive, "operator", args)
-        body, space = call.expression(lambda tensor: names[id(tensor)]), {}
-        constructor = "" if call.instance is None else f"{call.instance[0]} = {call.instance[1]}"
-        text = f"def call({', '.join(names.values())}):\n    return {body}"
-        text = "\n".join([*call.imports, constructor, text])
-        if text not in self._functions:
-            exec(widened_text(text, self.dtype), space)
-            self._functions[text] = space["call"]
-        return self._functions[text]
 
 
 def _bound(graph, passed, kwargs):

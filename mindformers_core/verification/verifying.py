@@ -25,7 +25,7 @@ from mindformers_core.sharding.shard import shard
 from mindformers_core.sharding.sharded_cells import tree_and_path, tree_of, tree_of_root
 from mindformers_core.tensor_parallel.clipping import ClipByGlobalNorm
 from mindformers_core.verification.eager import local_inputs, own_gradients, part_of, verify_by_own_code
-from mindformers_core.verification.engine import seed_restored, simulate
+from mindformers_core.verification.engine import acts_in_training, seed_restored, simulate
 from mindformers_core.verification.truth import floating
 from mindformers_core.zero.gradients import value_and_grad
 from mindformers_core.zero.precision import MixedPrecision
@@ -75,7 +75,11 @@ def verify(net, mesh, *inputs, config=None, plan=None, seed=0, **named_inputs):
             if isinstance(net, nn.Cell) and (by_hand or eager_cells(net, plan) or own_gradients(net)):
                 return verify_by_own_code(net, mesh, config, plan, seed, *given, by_hand)
             call = _Call(net, mesh, config, plan, seed, *given)
-            return simulate(call, call.plans, call.notes)
+            check = simulate(call, call.plans, call.notes)
+            if call.training and not check.faults and acts_in_training(call.plans):
+                call = _Call(net, mesh, config, plan, seed, *given, evaluates=True)
+                check = check.followed_by(simulate(call, call.plans, ("in evaluation, after net.set_train(False)",)))
+            return check
         except CaptureError as error:
             if not isinstance(net, nn.Cell) or error.by_hand is None:
                 raise
@@ -83,12 +87,15 @@ def verify(net, mesh, *inputs, config=None, plan=None, seed=0, **named_inputs):
 
 
 class _Call:
-    """A call of a Cell on all ranks of a mesh, a subject of `simulate`; arguments as of `verify`, with arrays."""
+    """A call of a Cell on all ranks of a mesh, a subject of `simulate`; arguments as of `verify`, with arrays.
 
-    divisor, device_target, notes, goes_on = 1, None, (), False
+    With `evaluates` all Cells are in evaluation mode.
+    """
 
-    def __init__(self, net, mesh, config, plan, seed, args, kwargs):
-        self.mesh, self.seed, self.args, self.kwargs = mesh, seed, args, kwargs
+    divisor, device_target, notes, goes_on, is_mixed = 1, None, (), False, False
+
+    def __init__(self, net, mesh, config, plan, seed, args, kwargs, evaluates=False):
+        self.mesh, self.seed, self.args, self.kwargs, self.evaluates = mesh, seed, args, kwargs, evaluates
         self.plans, steps = {}, 1  # (0, mesh of a Cell) -> `(CellGraph, CellPlan)`
         if isinstance(net, nn.Cell):
             materialize(net, seed)
@@ -103,12 +110,14 @@ class _Call:
                 self.model = self.plain[0]
                 for path, parameter in self.model.parameters_and_names():
                     parameter.set_data(Tensor(self.parameters[path]))
+        if evaluates and self.model is not None:
+            self.model = copy_cell(self.model).set_train(False)
         if self.settings is not None:
             self.goes_on = True  # only `hsdp()` keeps a state from step to step
             steps = self.settings.accumulate_grad_step
             self.divisor = steps * (self.settings.group_size if self.settings.gradients_mean else 1)
-            if self.settings.precision != MixedPrecision():
-                self.notes = ("not verified: the dtypes of mixed_precision; everything is computed in one dtype",)
+            self.is_mixed = self.settings.precision != MixedPrecision()
+            self.notes = ("not verified: tensors inside in the dtypes of mixed_precision",) * self.is_mixed
         self.passes = [
             ((0, step, replica), *self._inputs(step, replica, self.count), self._slopes)
             for replica, step in np.ndindex(self.count, steps)
@@ -118,6 +127,8 @@ class _Call:
         """The finished Cell of a rank, as stage 0."""
         ms.set_seed(self.seed)
         net = self.build_one()
+        self.training = net.training
+        net = net.set_train(False) if self.evaluates else net
         tree = tree_of_root(net, "verify")
         if any(hasattr(kind, "bprop") for kind in tree.classes.values()):
             raise ValueError(f"a Cell in {tree.label('')} has a bprop: verify() takes the model itself, before shard()")

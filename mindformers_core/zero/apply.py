@@ -91,7 +91,7 @@ def _plans(tree, settings, units):
                 f"parameter '{path}' of {tree.label('')} is {own}, which has no gradient: make it with "
                 "requires_grad=False"
             )
-        dtypes = (precision.compute_dtype(own), precision.parameter_dtype(own)) if floats else (own, own)
+        dtypes = (precision.compute or own, precision.parameter or own) if floats else (own, own)
         by_unit = settings.level == "level3" and settings.shard_size > 1 and len(holding[id(parameter)]) == 1
         unit = next(iter(holding[id(parameter)])) if by_unit else ""
         plans.append(ParameterPlan(path, tuple(parameter.shape), *dtypes, parameter.requires_grad, unit))

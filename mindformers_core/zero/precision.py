@@ -45,14 +45,6 @@ class MixedPrecision:
                 )
             object.__setattr__(self, field.name, name)
 
-    def parameter_dtype(self, own):
-        """Name of the dtype of a shard, for a parameter of the Cell with dtype `own`."""
-        return self.parameter or own
-
-    def compute_dtype(self, own):
-        """Name of a weight's dtype in forward and backward passes, for a parameter of the Cell with dtype `own`."""
-        return self.compute or own
-
     def reduce_dtype(self, compute):
         """Name of the dtype of sums of gradients, for a weight with dtype `compute` in the backward pass."""
         return self.reduce or ("float32" if compute in ("float16", "bfloat16") else compute)

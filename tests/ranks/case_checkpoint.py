@@ -50,7 +50,8 @@ def case_saved_on_one_mesh_and_resumed_on_others():
         ((1, 1, 1, 1), [world().rank], ()),
     )
     for shape, ranks, overrides in targets:
-        resumed = resume(job_on(shape, ranks, *options, *overrides), saved)
+        resumed = job_on(shape, ranks, *options, *overrides)
+        resume(resumed, saved)
         found = numbers(train_step(resumed))
         if overrides == ZERO:
             assert found == expected

@@ -10,7 +10,7 @@ from mindformers_core.mesh import init_device_mesh
 from mindformers_core.trainer.data import dataset_of
 from mindformers_core.trainer.recipe import MESH_AXES
 from mindformers_core.trainer.recipe_loader import load_recipe
-from mindformers_core.trainer.training_loop import make_job, train_step
+from mindformers_core.trainer.training_loop import begin_job, train_step
 
 sys.path.insert(0, str(ROOT / "examples"))
 SMALL = ("training.local_batch_size=4", "training.global_batch_size=16", "model.dropout=0.25")
@@ -26,7 +26,7 @@ MESHES = {
 def rows(shape, ranks, *overrides):
     """Loss and norm of two steps."""
     recipe = load_recipe(str(ROOT / "examples" / "own_model.yaml"), [*SMALL, *overrides])
-    job = make_job(recipe, init_device_mesh(shape, MESH_AXES, ranks), world().rank, dataset_of(recipe))
+    job = begin_job(recipe, init_device_mesh(shape, MESH_AXES, ranks), world().rank, dataset_of(recipe))
     return [[row["loss"], row["gradient_norm"]] for row in (train_step(job) for _ in range(2))]
 
 

@@ -24,7 +24,7 @@ from mindformers_core.tensor_parallel import explain, programs, shard
 from mindformers_core.trainer.data import TokenDataset
 from mindformers_core.trainer.recipe import MESH_AXES
 from mindformers_core.trainer.recipe_loader import load_recipe
-from mindformers_core.trainer.training_loop import make_job, train_step
+from mindformers_core.trainer.training_loop import begin_job, train_step
 from mindformers_core.zero import hsdp, value_and_grad
 
 RECIPE = Path(__file__).parent.parent.parent / "configs" / "llama_tiny_pp.yaml"
@@ -269,4 +269,4 @@ def recipe_jobs(tp, *more):
     tokens = TokenDataset(np.random.default_rng(0).integers(0, 256, 5000), 16, seed=1)
     sizes = {"data_parallel_shard": 1, "tensor_parallel": tp, "sequence_parallel": str(tp > 1).lower()}
     small = [*(f"parallelism.{key}={size}" for key, size in sizes.items()), "train_dataset.seq_length=16", *more]
-    return lambda *overrides: make_job(load_recipe(str(RECIPE), [*small, *overrides]), mesh, world().rank, tokens)
+    return lambda *overrides: begin_job(load_recipe(str(RECIPE), [*small, *overrides]), mesh, world().rank, tokens)

@@ -73,6 +73,12 @@ def case_softmax_of_masked_rows():
     check("log_softmax", lambda x: ops.exp(ops.log_softmax(x, 1)), [Tensor(masked)], CUTS)
     check("logsumexp", lambda x: ops.logsumexp(x, 1), [Tensor(masked)], CUTS)
     check("softmax", lambda x: ops.softmax(x, 1), [Tensor(masked)], CUTS)
+    masked[3] = -INF
+    with np.errstate(invalid="ignore"):
+        whole = np.exp(masked) / np.exp(masked).sum(1, keepdims=True)  # NaN in the last row
+    for (cut,) in CUTS:
+        found = ops.softmax(distribute_tensor(Tensor(masked), cut), 1).full_tensor().asnumpy()
+        np.testing.assert_allclose(found, whole, 1e-5, 1e-6)
     large = 1e4 * np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)
     check("softmax of large numbers", lambda x: ops.softmax(x, 1), [Tensor(large)], CUTS)
     check("log_softmax of large numbers", lambda x: ops.log_softmax(x, 1), [Tensor(large)], CUTS, atol=1e-2)

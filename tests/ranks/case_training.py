@@ -15,7 +15,7 @@ from mindformers_core.tensor_parallel.clipping import ClipByGlobalNorm, clip_by_
 from mindformers_core.trainer.data import TokenDataset
 from mindformers_core.trainer.recipe import MESH_AXES
 from mindformers_core.trainer.recipe_loader import load_recipe
-from mindformers_core.trainer.training_loop import enter_world, make_job, train_step
+from mindformers_core.trainer.training_loop import begin_job, enter_world, train_step
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
 SMALL = (
@@ -30,7 +30,7 @@ def job_on(shape, ranks, *overrides):
     recipe = load_recipe(str(CONFIGS / "llama_tiny_cpu.yaml"), [*SMALL, *overrides])
     tokens = np.random.default_rng(0).integers(0, 256, 5000)
     mesh = init_device_mesh(shape, MESH_AXES, ranks)
-    return make_job(recipe, mesh, world().rank, TokenDataset(tokens, 16, seed=1))
+    return begin_job(recipe, mesh, world().rank, TokenDataset(tokens, 16, seed=1))
 
 
 @once

@@ -1,7 +1,6 @@
 """A schedule that runs a given table, for instance one from a file. Pure Python."""
 
 from mindformers_core.pipeline.schedules.base import PipelineScheduleMulti
-from mindformers_core.pipeline.schedules.placement import PLACEMENTS
 
 
 def schedule_of_table(table):
@@ -13,8 +12,6 @@ def schedule_of_table(table):
 
     class ScheduleOfTable(PipelineScheduleMulti):
         """Runs a given table."""
-
-        placement = _placement(table)
 
         @classmethod
         def stage_ranks(cls, stage_num, rank_num):
@@ -39,14 +36,3 @@ def schedule_of_table(table):
             self.exec_order.update(enumerate(table.orders))
 
     return ScheduleOfTable
-
-
-def _placement(table):
-    """The key of `PLACEMENTS` that places stages as the table does; None if there is none."""
-    for name, ranks in PLACEMENTS.items():
-        try:
-            if ranks(table.stage_num, table.rank_num) == table.stage_ranks:
-                return name
-        except ValueError:  # not with these numbers
-            continue
-    return None

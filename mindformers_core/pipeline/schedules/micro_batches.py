@@ -19,26 +19,18 @@ def split_micro_batches(args, kwargs, micro_batch_num, args_batch_dim=None, kwar
         ValueError: the number of dims isn't that of the positional arguments; an argument doesn't have its dim, or the
             dim isn't divisible.
     """
-    dims = [_default_dim(value) for value in args] if args_batch_dim is None else list(args_batch_dim)
-    if args and len(dims) != len(args):
+    if args and args_batch_dim is not None and len(args_batch_dim) != len(args):
         raise ValueError(
-            f"args_batch_dim {tuple(dims)} has {len(dims)} entries, but there are {len(args)} positional arguments: "
-            "give one dim for each, None for one that isn't split"
+            f"args_batch_dim {tuple(args_batch_dim)} has {len(args_batch_dim)} entries, but there are {len(args)} "
+            "positional arguments: give one dim for each, None for one that isn't split"
         )
-    named = kwargs_batch_dim or {}
-    places = [_pieces(value, dim, micro_batch_num, f"argument {n}") for n, (value, dim) in enumerate(zip(args, dims))]
-    names = {
-        name: _pieces(value, named.get(name, _default_dim(value)), micro_batch_num, f"argument {name!r}")
-        for name, value in kwargs.items()
-    }
-    return [
-        (tuple(pieces[index] for pieces in places), {name: pieces[index] for name, pieces in names.items()})
-        for index in range(micro_batch_num)
-    ]
-
-
-def _default_dim(value):
-    return 0 if getattr(value, "shape", ()) else None
+    dims = dict(enumerate(args_batch_dim or ())) | (kwargs_batch_dim or {})
+    pieces = {}  # place or name of an argument -> its parts
+    for name, value in [*enumerate(args), *kwargs.items()]:
+        dim = dims.get(name, 0 if getattr(value, "shape", ()) else None)
+        pieces[name] = _pieces(value, dim, micro_batch_num, f"argument {name!r}")
+    batches = [{name: each[index] for name, each in pieces.items()} for index in range(micro_batch_num)]
+    return [(tuple(batch.pop(place) for place in range(len(args))), batch) for batch in batches]
 
 
 def _pieces(value, dim, count, what):

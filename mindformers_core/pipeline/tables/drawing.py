@@ -38,20 +38,6 @@ class _Box(NamedTuple):
     end: float
 
 
-class _Page(NamedTuple):
-    """The layout of a picture in inches; `start` is its first time, `scale` in inches for a unit of time."""
-
-    labels: list
-    chunk_num: int
-    start: float
-    scale: float
-    left: float
-    lane: float
-    row: float
-    width: float
-    height: float
-
-
 def draw_schedule(schedule, path, costs=None, title=None):
     """Draw the steps of every rank over time, into an SVG or PNG file.
 
@@ -98,51 +84,42 @@ def _rank_stages(timeline):
     return [sorted({span.step.stage_index for span in spans}) for spans in timeline.spans]
 
 
-def _page(timeline, boxes):
-    """The layout of a picture, from the number of ranks and the shortest step."""
-    computes = [box for box in boxes if box.kind in _KINDS]
-    start = min(box.start for box in boxes)
-    length = max(box.end for box in boxes) - start
-    shortest = min(box.end - box.start for box in computes)
-    digits = len(str(max(box.micro_index for box in computes)))
-    lane = length / shortest * (_BOX_INCHES[0] + _BOX_INCHES[1] * digits)
-    lane = min(max(lane, _LANE_INCHES[0]), _LANE_INCHES[1])
-    labels = [
-        f"rank {rank} (stages {', '.join(map(str, stages))})" if len(stages) > 1 else f"rank {rank}"
-        for rank, stages in enumerate(_rank_stages(timeline))
-    ]
-    left = 0.3 + pictures.TEXT_SIZE / 72 * _CHARACTER_WIDTH * max(map(len, labels))
-    row = min(_ROW_INCHES, _ROWS_INCHES / len(labels))
-    chunk_num, size = 1 + max(box.chunk for box in boxes), (left + lane + _RIGHT, _TOP + row * len(labels) + _BOTTOM)
-    return _Page(labels, chunk_num, start, lane / length, left, lane, row, *size)
-
-
 def _figure(timeline, boxes, name):
-    """The whole picture."""
+    """The whole picture; its size comes from the number of ranks and the shortest step."""
     from matplotlib.figure import Figure
 
-    page = _page(timeline, boxes)
-    width, height, rank_num = page.width, page.height, len(page.labels)
+    computes, stages = [box for box in boxes if box.kind in _KINDS], _rank_stages(timeline)
+    chunk_num = max(map(len, stages))
+    start, end = min(box.start for box in boxes), max(box.end for box in boxes)
+    shortest = min(box.end - box.start for box in computes)
+    digits = len(str(max(box.micro_index for box in computes)))
+    lane = (end - start) / shortest * (_BOX_INCHES[0] + _BOX_INCHES[1] * digits)
+    lane = min(max(lane, _LANE_INCHES[0]), _LANE_INCHES[1])
+    scale = lane / (end - start)  # inches for a unit of time
+    several = [f" (stages {', '.join(map(str, own))})" * (len(own) > 1) for own in stages]
+    labels = [f"rank {rank}{text}" for rank, text in enumerate(several)]
+    left = 0.3 + pictures.TEXT_SIZE / 72 * _CHARACTER_WIDTH * max(map(len, labels))
+    row = min(_ROW_INCHES, _ROWS_INCHES / len(labels))
+    width, height = left + lane + _RIGHT, _TOP + row * len(labels) + _BOTTOM
     figure = Figure(figsize=(width, height), dpi=150)
-    place = page.left / width, _BOTTOM / height, page.lane / width, page.row * rank_num / height
-    limits = {"xlim": (page.start, page.start + page.lane / page.scale), "ylim": (rank_num - 0.5, -0.5)}
-    axes = figure.add_axes(place, **limits, yticks=[])
-    _draw_lanes(axes, page, timeline.peak_live)
-    _draw_boxes(axes, page, boxes)
-    _write_numbers(axes, page, boxes)
-    _write_title(figure, page, timeline, name)
-    _draw_legend(figure, page, {box.kind for box in boxes})
+    place = left / width, _BOTTOM / height, lane / width, row * len(labels) / height
+    axes = figure.add_axes(place, xlim=(start, end), ylim=(len(labels) - 0.5, -0.5), yticks=[])
+    size, colours = min(pictures.TEXT_SIZE, row * 72 * 0.6), _colours(chunk_num)
+    _draw_lanes(axes, labels, timeline.peak_live, size)
+    _draw_boxes(axes, boxes, colours, min(0.8, 0.1 * 72 * scale * shortest))
+    _write_numbers(axes, computes, colours, scale, size)
+    pictures.dress(figure, left / width, name, _words(timeline, chunk_num))
+    _draw_legend(figure, left / width, colours, {box.kind for box in boxes})
     return figure
 
 
-def _draw_lanes(axes, page, peak_live):
+def _draw_lanes(axes, labels, peak_live, size):
     """A hatched row for every rank, with its label on the left and its peak on the right; below, the time axis."""
     from matplotlib.patches import Rectangle
 
     start, end = axes.get_xlim()
-    size = min(pictures.TEXT_SIZE, page.row * 72 * 0.6)
     place = {"annotation_clip": False, "textcoords": "offset points"}
-    for rank, label in enumerate(page.labels):
+    for rank, label in enumerate(labels):
         axes.add_patch(Rectangle((start, rank - 0.42), end - start, 0.84, **_WAITING))
         if size >= _SMALLEST_SIZE:
             middle = place | {"va": "center", "fontsize": size, "color": pictures.INK}
@@ -150,95 +127,85 @@ def _draw_lanes(axes, page, peak_live):
             axes.annotate(f"{peak_live[rank]:.4g}", (end, rank), (12, 0), **middle)
     place |= {"fontsize": pictures.SMALL_SIZE, "color": pictures.SOFT_INK}
     axes.annotate("peak live", (end, -0.5), (12, 5), **place)
-    axes.annotate("time", (end, len(page.labels) - 0.5), (12, -5), va="top", **place)
+    axes.annotate("time", (end, len(labels) - 0.5), (12, -5), va="top", **place)
     axes.xaxis.get_major_locator().set_params(nbins=12, integer=end - start >= 4, min_n_ticks=3)
 
 
-def _colour(kind, chunk, chunk_num):
-    """The colour of a step, lighter for later chunks."""
-    if kind not in _KINDS:
-        return _TRANSFER[1]
-    _, colour = _KINDS[kind]
-    white = chunk * min(_WHITER, _WHITEST / max(1, chunk_num - 1))
-    return "#" + bytes(round(channel + (255 - channel) * white) for channel in bytes.fromhex(colour[1:])).hex()
+def _colours(chunk_num):
+    """Type of a compute step -> its colours, lighter for later chunks."""
+    whites = [chunk * min(_WHITER, _WHITEST / max(1, chunk_num - 1)) for chunk in range(chunk_num)]
+    channels = {kind: bytes.fromhex(colour[1:]) for kind, (_, colour) in _KINDS.items()}
+    return {
+        kind: ["#" + bytes(round(each + (255 - each) * white) for each in dark).hex() for white in whites]
+        for kind, dark in channels.items()
+    }
 
 
-def _draw_boxes(axes, page, boxes):
+def _draw_boxes(axes, boxes, colours, edge):
     """The steps; transfers are thinner."""
     from matplotlib.collections import PolyCollection
 
     groups = {}
-    for box in boxes:
-        groups.setdefault((box.kind, box.chunk), []).append(box)
-    shortest = min(box.end - box.start for box in boxes if box.kind in _KINDS)
-    edge = min(0.8, 0.1 * 72 * page.scale * shortest)
-    for kind, chunk in sorted(groups):
-        half = 0.42 if kind in _KINDS else 0.12
-        corners = [
-            ((start, rank - half), (end, rank - half), (end, rank + half), (start, rank + half))
-            for _, _, rank, _, start, end in groups[kind, chunk]
-        ]
-        colour = _colour(kind, chunk, page.chunk_num)
+    for kind, chunk, rank, _, start, end in boxes:
+        low, high = (rank + half for half in ((-0.42, 0.42) if kind in _KINDS else (-0.12, 0.12)))
+        groups.setdefault((kind, chunk), []).append(((start, low), (end, low), (end, high), (start, high)))
+    for (kind, chunk), corners in sorted(groups.items()):
+        colour = colours[kind][chunk] if kind in _KINDS else _TRANSFER[1]
         collection = PolyCollection(corners, facecolors=colour, edgecolors="white", linewidths=edge)
         collection.set_rasterized(len(boxes) > _MANY_BOXES)
         axes.add_collection(collection)
 
 
-def _write_numbers(axes, page, boxes):
-    """Micro-batch numbers, in the boxes of each type whose narrowest box is wide enough."""
-    digits = len(str(max(box.micro_index for box in boxes)))
-    fitting = {}
-    for kind in {box.kind for box in boxes} & set(_KINDS):
-        narrowest = page.scale * min(box.end - box.start for box in boxes if box.kind == kind)
-        size = 0.9 * 72 * narrowest / (digits * _CHARACTER_WIDTH)
-        if size >= _SMALLEST_SIZE:
-            fitting[kind] = size
-    size = min([*fitting.values(), pictures.TEXT_SIZE, page.row * 72 * 0.6])
-    for box in boxes if size >= _SMALLEST_SIZE else ():
-        if box.kind in fitting:
-            colour = _ink_on(_colour(box.kind, box.chunk, page.chunk_num))
+def _write_numbers(axes, computes, colours, scale, most):
+    """Micro-batch numbers, in the boxes of each type whose narrowest box is wide enough, of `most` points."""
+    digits, narrowest = len(str(max(box.micro_index for box in computes))), {}
+    for box in computes:
+        narrowest[box.kind] = min(box.end - box.start, narrowest.get(box.kind, box.end - box.start))
+    sizes = {kind: 0.9 * 72 * scale * length / (digits * _CHARACTER_WIDTH) for kind, length in narrowest.items()}
+    size = min([each for each in sizes.values() if each >= _SMALLEST_SIZE] + [most])
+    for box in computes if size >= _SMALLEST_SIZE else ():
+        if sizes[box.kind] >= _SMALLEST_SIZE:
+            colour = _ink_on(colours[box.kind][box.chunk])
             place = {"ha": "center", "va": "center_baseline", "fontsize": size, "color": colour}
             axes.text((box.start + box.end) / 2, box.rank, str(box.micro_index), **place)
 
 
 def _ink_on(colour):
-    """Black or white text on `colour`, by the colour's relative luminance (WCAG 2)."""
-    channels = [channel / 255 for channel in bytes.fromhex(colour[1:])]
-    linear = [channel / 12.92 if channel <= 0.04045 else ((channel + 0.055) / 1.055) ** 2.4 for channel in channels]
-    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-    return pictures.INK if luminance > 0.2 else "white"
+    """Black or white text on `colour`, by the colour's luma (ITU-R BT.601)."""
+    red, green, blue = bytes.fromhex(colour[1:])
+    return pictures.INK if 0.299 * red + 0.587 * green + 0.114 * blue > 120 else "white"
 
 
-def _write_title(figure, page, timeline, name):
-    """The name, and the numbers of the whole schedule."""
-    rank_num = len(page.labels)
+def _words(timeline, chunk_num):
+    """The numbers of the whole schedule."""
+    rank_num = len(timeline.spans)
     micro_batch_num = len({span.step.micro_index for spans in timeline.spans for span in spans})
-    words = (
+    return (
         f"{rank_num} rank{'s' * (rank_num > 1)}"
-        + (f" × {page.chunk_num} stages (dark to light)" if page.chunk_num > 1 else "")
+        + (f" × {chunk_num} stages (dark to light)" if chunk_num > 1 else "")
         + f", {micro_batch_num} micro-batch{'es' * (micro_batch_num > 1)}",
         f"bubble {100 * timeline.bubble_fraction:.1f} %",
         f"peak live {max(timeline.peak_live):.4g}",
         f"makespan {timeline.makespan:.6g}",
     )
-    pictures.dress(figure, page.left / page.width, name, words)
 
 
-def _draw_legend(figure, page, kinds):
+def _draw_legend(figure, left, colours, kinds):
     """The colours of the types of steps."""
     from matplotlib.legend_handler import HandlerTuple
     from matplotlib.patches import Patch
 
     entries = {
-        name: tuple(Patch(facecolor=_colour(kind, chunk, page.chunk_num)) for chunk in range(page.chunk_num))
+        name: tuple(Patch(facecolor=each) for each in colours[kind])
         for kind, (name, _) in _KINDS.items()
         if kind in kinds
     }
     if kinds - set(_KINDS):
         entries[_TRANSFER[0]] = (Patch(facecolor=_TRANSFER[1]),)
     entries["waiting"] = (Patch(**_WAITING),)
-    place = {"loc": "lower left", "bbox_to_anchor": (page.left / page.width, 0.15 / page.height), "ncols": len(entries)}
-    handles = {"handler_map": {tuple: HandlerTuple(ndivide=None, pad=0)}, "handlelength": 0.6 + 0.7 * page.chunk_num}
+    place = {"loc": "lower left", "bbox_to_anchor": (left, 0.15 / figure.get_figheight()), "ncols": len(entries)}
+    wide = 0.6 + 0.7 * len(colours[MetaStepType.FWD])
+    handles = {"handler_map": {tuple: HandlerTuple(ndivide=None, pad=0)}, "handlelength": wide}
     plain = {"frameon": False, "borderpad": 0, "borderaxespad": 0, "columnspacing": 1.8}
     text = {"fontsize": pictures.TEXT_SIZE, "labelcolor": pictures.INK}
     figure.legend(entries.values(), entries, **handles, **place, **plain, **text)
