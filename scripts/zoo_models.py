@@ -73,7 +73,7 @@ def _small_values(config):
             found[name] = {"model_type": value.model_type, **_small_values(value)}
         elif isinstance(value, float) and "drop" in name:
             found[name] = 0.0
-        elif name in ("depth", "depths") and isinstance(value, (list, tuple)):
+        elif name == "depths" and isinstance(value, (list, tuple)):
             found[name] = [min(count, 2) for count in value]
         elif type(value) is int and not (name in ("embed_dim", "hidden_size") and is_in_stages):
             sizes = [size for pattern, size in SIZES.items() if re.fullmatch(pattern, name)]
