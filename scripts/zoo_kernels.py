@@ -160,10 +160,11 @@ def _unfolded(input, kernel_size, dilation=1, padding=0, stride=1):
 
 
 def _max_pool(input, kernel_size, stride=None, padding=0, dilation=1, ceil_mode=False, return_indices=False):
-    result = None
-    for window in _windows(input, kernel_size, stride, padding, dilation, -1e4, ceil_mode):
-        result = window if result is None else ops.maximum(result, window)
-    return result, result
+    if ceil_mode or _both(dilation) not in (1, (1, 1)):
+        raise RuntimeError("FuncMaxPool2D has no kernel on CPU, and no substitute with a dilation or ceil_mode")
+    rows, columns = padding if isinstance(padding, (tuple, list)) else (padding, padding)
+    input = _padded(input, (columns, columns, rows, rows), -1e4)
+    return (ops.MaxPool(_both(kernel_size), _both(stride or kernel_size), "valid")(input),) * 2
 
 
 def _average_pool(input, kernel_size, stride=None, padding=0, ceil_mode=False, with_padding=True, divisor=None):
@@ -197,7 +198,6 @@ KERNELS = {
     "FuncMaxPool2D": _max_pool,
     "Im2ColExt": _unfolded,
     "NonZeroExt": lambda input: tuple(ops.nonzero(input).astype(ms.int64).T),
-    "NonZero": lambda input: ops.nonzero(input).astype(ms.int64),
     "UpsampleBilinear2D": _upsampled,
     "Arange": _arange,
     "LinSpaceExt": lambda start, end, steps, dtype=None: _array(
@@ -296,12 +296,18 @@ def _einsum(equation, *operands):
     return result if equation.partition("->")[2] else result.reshape(())
 
 
+def _masked_in_place(x, mask, value):
+    if x.is_floating_point():
+        raise RuntimeError("masked_fill_ of floats has no kernel on CPU, and no substitute with its gradient")
+    return _overwritten(lambda x: np.where(mask.asnumpy(), _number(value), x.asnumpy()))(x)
+
+
 METHODS = {
     "repeat": _repeat,
     "var": _variance,
     "std": lambda x, *args, **kwargs: ops.sqrt(_variance(x, *args, **kwargs)),
     "logsumexp": _log_sum_exp,
-    "masked_fill_": _overwritten(lambda x, mask, value: np.where(mask.asnumpy(), _number(value), x.asnumpy())),
+    "masked_fill_": _masked_in_place,
 }
 FUNCTIONS = (
     (ops, "rms_norm", _rms_norm),

@@ -38,15 +38,26 @@ SIZES = {  # pattern of an attribute's name in a configuration -> its value
     r"(bos|eos|sep|cls|mask|unk|decoder_start|image|video|audio)_token_(id|index)": 3,
 }
 SMALLER = {  # module of mindcv -> arguments of its Cell
+    "cmt": {"img_size": 64, "depths": [1, 1, 1, 1], "embed_dims": [32, 64, 96, 128]},
     "convnext": {"dims": [32, 64, 96, 128]},
     "densenet": {"block_config": (2, 2, 2, 2)},
     "dpn": {"k_r": 32, "k_sec": (2, 2, 2, 2)},
+    "bit": {"layers": [1, 1, 1, 1]},
+    "inceptionv3": {"aux_logits": False},
     "halonet": {"depth_list": [1, 1, 1, 1]},
     "repmlp": {"channels": (64, 128, 128, 128), "num_blocks": (1, 1, 1, 1)},
     "swintransformer": {"embed_dim": 24, "depths": [2, 2]},
     "swintransformerv2": {"embed_dim": 24, "depths": [2, 2]},
 }
-IMAGES = {"cmt": 160, "convit": 224, "repmlp": 224}  # pixels of a side, of those whose arguments don't say
+NARROWER = "densenet dpn googlenet hrnet inceptionv3 inceptionv4 mobilenetv1 mobilenetv2 mobilenetv3 resnest"
+NARROWER += " resnet resnetv2 senet squeezenet vgg xception"  # modules of mindcv: fewer channels
+IMAGES = {
+    "convit": 224,
+    "inceptionv3": 128,
+    "swintransformer": 224,
+    "inceptionv4": 128,
+    "repmlp": 224,
+}  # pixels of a side, of those whose arguments don't say
 FEW = "xx_small|xxs|tiny|_ti$|nano|atto|s12|_s_p32|b0|050|075|025|small|18$|121|92|_9$|11$|200mf|_a0|14$|05$|50"
 
 
@@ -56,13 +67,15 @@ def small(config_class):
 
 
 def _small_values(config):
-    found = {}
+    found, is_in_stages = {}, isinstance(getattr(config, "num_heads", None), (list, tuple))
     for name, value in vars(config).items():
         if hasattr(value, "model_type") and not name.startswith("_"):
             found[name] = {"model_type": value.model_type, **_small_values(value)}
         elif isinstance(value, float) and "drop" in name:
             found[name] = 0.0
-        elif type(value) is int:
+        elif name == "depths" and isinstance(value, (list, tuple)):
+            found[name] = [min(count, 2) for count in value]
+        elif type(value) is int and not (name in ("embed_dim", "hidden_size") and is_in_stages):
             sizes = [size for pattern, size in SIZES.items() if re.fullmatch(pattern, name)]
             found.update({name: sizes[0]} if sizes else {})
     return found
@@ -71,7 +84,7 @@ def _small_values(config):
 def inputs_for(names, config):
     """Small inputs by name, for the names of a `construct` that are known."""
     draw, vision = np.random.default_rng(0), getattr(config, "vision_config", config)
-    tokens = lambda: Tensor(draw.integers(4, 100, (4, 8)), ms.int32)  # noqa: E731
+    tokens = lambda: Tensor(draw.integers(4, 100, (4, 4)), ms.int32)  # noqa: E731
     floats = lambda *shape: Tensor(draw.standard_normal(shape).astype(np.float32))  # noqa: E731
     size, channels = getattr(vision, "image_size", 32), getattr(vision, "num_channels", 3)
     size = size if isinstance(size, int) else size[0]
@@ -79,8 +92,8 @@ def inputs_for(names, config):
     known = {
         "input_ids": tokens,
         "decoder_input_ids": tokens,
-        "attention_mask": lambda: Tensor(np.ones((4, 8)), ms.int32),
-        "bbox": lambda: Tensor(np.tile([1, 2, 5, 9], (4, 8, 1)), ms.int32),
+        "attention_mask": lambda: Tensor(np.ones((4, 4)), ms.int32),
+        "bbox": lambda: Tensor(np.tile([1, 2, 5, 9], (4, 4, 1)), ms.int32),
         "pixel_values": lambda: floats(4, channels, size, size),
         "input_values": lambda: floats(4, 800),
         "input_features": lambda: floats(4, bins, 64) if "decoder_input_ids" in names else floats(4, 64, bins),
@@ -126,20 +139,31 @@ def _smaller(module):
     stack, changes = ExitStack(), SMALLER.get(module, {})
     for kind in vars(sys.modules[f"mindcv.models.{module}"]).values():
         if changes and isinstance(kind, type) and changes.keys() <= inspect.signature(kind.__init__).parameters.keys():
-            stack.enter_context(replaced(kind, __init__=_with(kind.__init__, changes)))
+            stack.enter_context(replaced(kind, __init__=_with(kind.__init__, lambda _: changes)))
+    for kind in (nn.Conv2d, nn.BatchNorm2d, nn.Dense) if module in NARROWER else ():
+        stack.enter_context(replaced(kind, __init__=_with(kind.__init__, _narrowed)))
     return stack
 
 
-def _with(build, changes):
-    """A constructor with some of its arguments exchanged."""
+def _with(build, changes_of):
+    """A constructor with some of its arguments exchanged: `changes_of` them all."""
     signature = inspect.signature(build)
 
     def changed(*args, **kwargs):
         bound = signature.bind(*args, **kwargs)
-        bound.arguments.update(changes)
+        bound.arguments.update(changes_of(bound.arguments))
         build(*bound.args, **bound.kwargs)
 
     return wraps(build)(changed)
+
+
+def _narrowed(given):
+    """The arguments of a layer with a quarter of its channels."""
+    names = given.keys() & {"in_channels", "out_channels", "num_features", "group"}
+    found = {name: given[name] // 4 if given[name] >= 16 and given[name] % 4 == 0 else given[name] for name in names}
+    if "group" in found and found["in_channels"] % found["group"]:
+        found["group"] = found["in_channels"]
+    return found
 
 
 def mindcv():
@@ -151,15 +175,15 @@ def mindcv():
         def make():
             sizes = re.findall(r"(?:224|256|384)", name)
             with _smaller(module):
+                size = IMAGES.get(module, 64)
                 try:
-                    net, size = library.create_model(name, num_classes=10, image_size=64), 64
+                    net = library.create_model(name, num_classes=10, image_size=size)
                 except TypeError:
-                    net, size = library.create_model(name, num_classes=10), int(sizes[0]) if sizes else 64
-            size = IMAGES.get(module, size)
+                    net, size = library.create_model(name, num_classes=10), int(sizes[0]) if sizes else size
             if module == "vgg":
-                net.classifier = nn.Dense(512 * 7 * 7, 10)
-            image = np.random.default_rng(0).standard_normal((4, 3, size, size)).astype(np.float32)
-            return shortened(net), (Tensor(image),), {}
+                net.classifier = nn.Dense(512, 10)
+            image = np.random.default_rng(0).standard_normal((4 if size <= 128 else 2, 3, size, size))
+            return shortened(net), (Tensor(image.astype(np.float32)),), {}
 
         return make
 

@@ -1,11 +1,14 @@
 """What models that others wrote do, one small Cell for each kind that once failed: every rank against one card."""
 
+from collections import OrderedDict
+from dataclasses import dataclass
+
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Tensor, nn, ops
+from mindspore import Parameter, ParameterTuple, Tensor, mint, nn, ops
 
-from mindformers_core import verify
+from mindformers_core import explain, full_parameters, verify
 from mindformers_core.capture.capture import capture
 from mindformers_core.communication.world import rank_of, world
 from mindformers_core.layout import layout
@@ -100,6 +103,18 @@ class HalfThroughout(Projected):
         return ops.tanh(self.inner(x)) * 2.0
 
 
+class OneStrategy(Projected):
+    """A primitive with a strategy that cuts nothing, for tensors of other numbers of dims, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.cast = ops.Cast().shard(((1, 1, 1, 1),))
+        self.scale = Parameter(numbers(1, seed=4), "scale")
+
+    def construct(self, x):
+        return self.cast(self.inner(x), ms.float32) * self.cast(self.scale, ms.float32)
+
+
 class SharedInLists(nn.Cell):
     """A Cell in two plain lists and in a SequentialCell, a bound method in the place of another's `construct`."""
 
@@ -120,7 +135,75 @@ class SharedInLists(nn.Cell):
         return self.whole(self.adapted(x))
 
 
+@dataclass
+class Output(OrderedDict):
+    """A result that is a dataclass and a dict, and looks into its first field when it is made."""
+
+    hidden: Tensor = None
+    mask: Tensor = None
+
+    def __post_init__(self):
+        next(iter(self.hidden))
+        self.update(hidden=self.hidden)
+
+    def __reduce__(self):
+        return Output, (self.hidden, self.mask)
+
+
+class Encoded(Projected):
+    def construct(self, x):
+        return Output(ops.tanh(self.inner(x)))
+
+
+class Outputs(nn.Cell):
+    """Results of a Cell that are made anew by whoever copies them."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.encoder = nn.Dense(WIDTH, WIDTH), Encoded()
+
+    def construct(self, x):
+        return self.inner(self.encoder(x)["hidden"])
+
+
+class DotsInNames(Projected):
+    """Parameters in a tuple, whose names have dots, as paths have; one as if it were of the Cell inside."""
+
+    def __init__(self):
+        super().__init__()
+        names = ("token.0", "token.1", "inner.scale")
+        self.tokens = ParameterTuple([Parameter(numbers(WIDTH, seed=3 + at), name) for at, name in enumerate(names)])
+
+    def construct(self, x):
+        return self.inner(x * self.tokens[0]) * self.tokens[1] + self.tokens[2]
+
+
+class EqualNames(nn.Cell):
+    """Two Parameters of one name: optimizers would refuse them, and a dict by name has one."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.inner = Projected(), nn.Dense(WIDTH, WIDTH)
+        for cell in (self.first.inner, self.inner):
+            cell.weight.name = "self.weight"
+
+    def construct(self, x):
+        return self.inner(self.first.inner(x))
+
+
+class NoElements(Projected):
+    """A Parameter without elements: no further tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = Parameter(Tensor(np.zeros((0, WIDTH), np.float32)), "tokens")
+
+    def construct(self, x):
+        return self.inner(ops.cat((self.tokens, x)))
+
+
 KINDS = (OwnStrategies, TwoHalves, ListsAsIndices, Asks, NamedProducts, HalfInside, SharedInLists)
+KINDS += (OneStrategy, Outputs, DotsInNames, NoElements)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
@@ -129,6 +212,30 @@ def test_every_rank_computes_what_one_card_does(kind):
     check = verify(kind(), DeviceMesh((2, 2), ("dp", "tp")), numbers(4, WIDTH), plan=plan)
     assert not check.faults, check.report()
     assert check.compared and "not verified" not in check.report()
+
+
+def test_a_dict_by_name_has_all_parameters_of_equal_names():
+    with rank_of(1, 0):
+        net = shard(EqualNames(), DeviceMesh((1,), ("tp",)))
+        assert len(full_parameters(net)) == len(list(net.get_parameters())) == 4
+
+
+def test_a_convolution_in_groups_whose_bias_is_cut():
+    class Mixed(Projected):
+        def __init__(self):
+            super().__init__()
+            self.kernel = Parameter(numbers(WIDTH, 1, 3, 3), "kernel")
+            self.bias = Parameter(numbers(WIDTH), "bias")
+
+        def construct(self, x):
+            h = self.inner(x).swapaxes(1, 2).reshape(-1, WIDTH, 2, 2)
+            return mint.nn.functional.conv2d(h, self.kernel, self.bias, 1, 1, 1, WIDTH)
+
+    with rank_of(4, 0):
+        plan = {"": {"input": layout("dp")}, "inner": TP}
+        net = shard(Mixed(), DeviceMesh((2, 2), ("dp", "tp")), plan=plan)
+        (line,) = [line for line in str(explain(net, numbers(2, 4, WIDTH))).splitlines() if "Conv2DExt(" in line]
+    assert "[4, 8, 2, 2] -> [4, 4, 2, 2]" in line and "[-, tp, -, -]" in line
 
 
 def test_without_a_plan_a_method_of_another_meaning_is_an_error_that_names_the_way_out():

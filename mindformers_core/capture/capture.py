@@ -243,8 +243,10 @@ class CapturedTree:
 
 
 def _paths_from(cell):
-    """Identity of every Cell and Parameter below `cell` -> its path from there."""
-    return {id(part): path for path, part in (*cell.parameters_and_names(), *cell.cells_and_names()) if path}
+    """Identity of every Cell and Parameter below `cell` -> its path from there; none of a name that has dots itself."""
+    parts = *cell.parameters_and_names(), *cell.cells_and_names()
+    dotted = {id(p) for _, child in cell.cells_and_names() for name, p in child._params.items() if "." in name}
+    return {id(part): path for path, part in parts if path and id(part) not in dotted}
 
 
 class _CapturedCell:

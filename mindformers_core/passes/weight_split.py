@@ -26,6 +26,7 @@ from mindspore.graph.api import _no_grad
 
 from mindformers_core.communication import communicator
 from mindformers_core.program.deferral import PRODUCTS, DeferredWeight, deferred_weights
+from mindformers_core.sharding.declare import owner_and_name
 from mindformers_core.sharding.sharded_cells import computing_parameters, tree_of_root
 
 _WEIGHT_GRADIENT = ops.MatMul(transpose_a=True)
@@ -171,7 +172,7 @@ class DeferredGradients:
         self._tree.cells[program.path].__dict__[f"{PRODUCTS}_of_{program.name}"] = products(structure)
 
     def _parameter(self, path):
-        owner, _, name = path.rpartition(".")
+        owner, name = owner_and_name(path, self._tree.cells)
         return self._tree.cells[owner]._params[name]
 
     def _product(self, weight, number):

@@ -75,6 +75,8 @@ def _bound(tensors, mesh, arriving):
 def _cuts(tensor, signature):
     """`(factor, number of shards, the dim's label in errors)` for every factor of a tensor with a strategy."""
     what, dims, shape, strategy = tensor
+    if set(strategy) == {1}:  # cuts nothing, of however many dims: a library shares a primitive among tensors
+        strategy = (1,) * len(shape)
     if len(strategy) != len(shape):
         raise ValueError(
             f"{what} of shape {shape} has {len(shape)} dims, but strategy {strategy} has {len(strategy)} numbers: "

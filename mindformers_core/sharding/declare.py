@@ -56,6 +56,16 @@ def copy_cell(cell):
     return copy.deepcopy(cell, {id(value): value for value in primitives if _SHARDED & value.attrs.keys()})
 
 
+def owner_and_name(path, cells):
+    """The path in `cells` of the Cell that has the Parameter at `path`, and its name there, which may have dots."""
+    owner, name = "", path
+    for place in [at for at, letter in enumerate(path) if letter == "."]:
+        inner = path[:place]
+        if inner in cells and path[place + 1 :] in cells[inner]._params:
+            owner, name = inner, path[place + 1 :]
+    return owner, name
+
+
 def _is_hook(cell, plan):
     """Whether a Cell's method `shard` is a hook: MindSpore's own isn't, its strategies are those of the Cell's
     primitives; nor, beside a plan, any with other parameters than `(self, config)`, which a library made for itself."""
@@ -92,9 +102,9 @@ def _declaration(path, cell, parts, source):
         f"{where}: weight layout",
         f"the Cell's {'' if named else 'own '}parameters are",
     )
-    found = [(path, Declaration(inputs, outputs))]
+    found, cells = [(path, Declaration(inputs, outputs))], dict(cell.cells_and_names())
     for name, layout in weights.items():
-        inner, _, local = name.rpartition(".")
+        inner, local = owner_and_name(name, cells)
         found.append((joined_path(path, inner), Declaration(weights={local: layout})))
     return found
 

@@ -20,6 +20,7 @@ from mindformers_core.program.structure import tree_key, tree_map
 from mindformers_core.scopes import errors_at, replaced
 from mindformers_core.sharding.boundary import Boundary
 from mindformers_core.sharding.compiling import register_cell
+from mindformers_core.sharding.declare import owner_and_name
 from mindformers_core.sharding.first_inputs import compare_inputs
 from mindformers_core.sharding.parameter_storage import ParameterStorage
 from mindformers_core.sharding.program import bind_arguments, describe, make_program
@@ -289,7 +290,7 @@ class ShardedTree:
             self._set_class(path)
 
     def _parameter(self, program, path):
-        owner, _, name = joined_path(program.path, path).rpartition(".")
+        owner, name = owner_and_name(joined_path(program.path, path), self.cells)
         return self.cells[owner]._params[name]
 
     def running_call(self, path, function):

@@ -114,7 +114,7 @@ def _convolution(ndim, known, is_transposed, *args, **named):
     ins, outs = (*batch, (*head, "c")), (*batch, (*head, "o"))
     tails = (windows.short, windows.long) if is_transposed else (windows.long, windows.short)
     weights = (*head, first), (second,), *((name,) for name in kernels)
-    inputs = ((*ins, *tails[0]), weights, *((outs[-1],) * (bias is not None)))
+    inputs = ((*ins, *tails[0]), weights, *(((outs[-1],),) * (bias is not None)))
     more = {"linear": ({0, 2}, {1, 2}), "added": (2,)} if bias is not None else {"linear": ({0}, {1})}
 
     def localize(values, shape, unpadded):
