@@ -53,8 +53,8 @@ def test_cheap_operators_go_first(llama):
 @pytest.mark.parametrize("name", BY_HAND)
 def test_no_worse_than_by_hand(llama, name):
     frame, prediction, prices = llama
-    settings, full = RecomputeSettings(**BY_HAND[name]), LAYERS * (name == "full")
-    dropped = frozenset(recomputed_keys(settings, NamedProgram(frame), full))
+    layers = {number: [path] for number, path in enumerate(LAYERS)}
+    dropped = frozenset(recomputed_keys(RecomputeSettings(**BY_HAND[name]), NamedProgram(frame, layers=layers)))
     nbytes, flops = prediction.saved_bytes(dropped), sum(map(prices.get, prediction.recomputed(dropped)))
     whole = prediction.saved_bytes()
     assert flops > 0 and (nbytes < whole) == (name not in WITHOUT_GAIN)

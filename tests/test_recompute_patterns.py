@@ -58,12 +58,13 @@ def select(patterns, names, cells, where="select", required=True):
     found = []
     for number, text in enumerate(patterns):
         place = f"{where}[{number}]" if len(patterns) > 1 else where
-        found.append(match(parse_pattern(text, place), names, cells))
+        pattern = parse_pattern(text, place)
+        found.append(match(pattern, names, cells))
         if required:
-            check_found(found[-1].pattern, [found[-1].found])
+            check_found(place, pattern, [found[-1].found])
     chosen = {key for each in found for key in (*each.cells, *each.operators)}
     together = [key for key, _ in cells if key in chosen], [n.place.key for n in names if n.place.key in chosen]
-    by_pattern = {each.pattern.text: (each.cells, each.operators) for each in found}
+    by_pattern = {text: (each.cells, each.operators) for text, each in zip(patterns, found, strict=True)}
     return SimpleNamespace(cells=tuple(together[0]), operators=tuple(together[1]), by_pattern=by_pattern)
 
 
@@ -144,7 +145,6 @@ def test_several_patterns_together():
 
 
 WRONG = {
-    "": "an empty pattern",
     ".": "segment 1 is empty",
     "a..b": "segment 2 is empty",
     "a.b.": "segment 3 is empty",
@@ -173,7 +173,7 @@ def test_what_is_no_pattern(pattern):
 
 @pytest.mark.parametrize("given", [3, None, ["a"], b"a"])
 def test_what_is_no_text(given):
-    with pytest.raises(TypeError, match=re.escape(f"recompute.select: {given!r} should be a text, as 'layers.*.m")):
+    with pytest.raises(TypeError, match=re.escape(f"recompute.select: {given!r} should be a pattern, a text as")):
         chosen(given)
 
 

@@ -30,7 +30,7 @@ def program_of(cells, path, operator, variable):
     label = Label(variable or operator, bool(variable))
     name = OperatorName(Instruction((len(cells),), path, None, None), path, operator, (label,))
     program = object.__new__(NamedProgram)
-    program.names, program.closed, program.path = [name], set(), ""
+    program.names, program.closed, program.path, program.layers = [name], set(), "", {}
     program.cells = [((number,), each) for number, each in enumerate(cells)]
     program.places, program._nameless = [name.place], []
     inside = {key: {name.place.key} for key, each in program.cells if each in (path, "")}
@@ -117,7 +117,7 @@ def test_recompute_after_the_stages_have_met():
     ("settings", "swapped", "message"),
     [
         ({"select": ["weights.1", "*.tanh"]}, {},
-            "recompute.select: '*.tanh' matches no Cell of any stage, and compiled stages recompute whole Cells, no "
+            "recompute.select[1]: '*.tanh' matches no Cell of any stage, and compiled stages recompute whole Cells, no "
             "operators: there are "),
         ({"select": "weights.2"}, {}, "name Cells, or run in PyNative (recipe: context.mode: 1)"),
         ({"full": True, "exclude": "*.tanh"}, {}, "recompute.exclude: '*.tanh' matches no Cell of any stage"),
@@ -164,10 +164,9 @@ def check(stages="01", swapped=None, layers=LAYERS, shorts=(None, None), program
     settings, swapping = RecomputeSettings(**settings), SwapSettings(**(swapped or {}))
     summaries = []
     for stage in range(2):
-        full = [path for number in layers[stage] if settings.full is True or number in (settings.full or ())
-                for path in layers[stage][number]]  # fmt: skip
         program = PROGRAMS[stage] if str(stage) in programs else None
-        own = settings, swapping, layers[stage], PATHS[stage], program, full, shorts[stage]
+        PROGRAMS[stage].layers = layers[stage]
+        own = settings, swapping, layers[stage], PATHS[stage], program, shorts[stage]
         summaries.append(json.loads(json.dumps(stage_summary(*own))) if str(stage) in stages else None)
     check_stages(settings, swapping, summaries)
 

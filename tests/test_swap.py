@@ -170,16 +170,15 @@ BOTH = [  # what recompute() and swap() are told, an operator that both take, an
 @pytest.mark.parametrize(("settings", "swapping", "name", "asked"), BOTH)
 def test_who_asks_for_what_is_recomputed_and_swapped(settings, swapping, name, asked):
     settings, swapping = RecomputeSettings(**settings), SwapSettings(**swapping)
-    program = NamedProgram(prepare(sharded(llama), *INPUTS[llama]()).frame, "", algorithm_of)
     layers = {number: [f"model.layers.{number}"] for number in range(3)}
-    full = [layers[number][0] for number in settings.full or ()]
-    again, on_host = recomputed_keys(settings, program, full), swapped_keys(swapping, program, layers)
+    program = NamedProgram(prepare(sharded(llama), *INPUTS[llama]()).frame, "", layers, algorithm_of)
+    again, on_host = recomputed_keys(settings, program), swapped_keys(swapping, program)
     (key,) = (key for key, text in operator_texts(program.frame).items() if text == f"model.{name}")
     assert key in again and key in on_host
     message = f"model.{name} of the Net is recomputed and swapped, by {asked}: what is computed again"
     with pytest.raises(ValueError, match=re.escape(message)):
-        check_apart(settings, swapping, program, layers, full, [key], "the Net")
-    check_apart(settings, swapping, program, layers, full, [], "the Net")
+        check_apart(settings, swapping, program, [key], "the Net")
+    check_apart(settings, swapping, program, [], "the Net")
 
 
 def test_what_cant_be():

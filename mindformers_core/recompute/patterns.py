@@ -14,7 +14,7 @@ ExtView are ignored. All numbers must exist: `layers.0-7.mlp` of 4 layers is an 
 """
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
@@ -39,33 +39,28 @@ class Segment:
 
     Attributes:
         text: the segment as written.
-        name: the name, with wildcards; None for numbers.
-        numbers: `(first, last)` ranges, for Cells in a list; None for a name.
-        indices: the ranges in brackets; None without brackets.
+        name: the name, with wildcards; None for numbers of Cells in a list.
+        ranges: `(first, last)` pairs: the numbers, or those in brackets behind a name; None for a plain name.
     """
 
     text: str
     name: str | None
-    numbers: tuple | None = None
-    indices: tuple | None = None
+    ranges: tuple | None = None
 
-    @property
-    def many(self):
-        """Whether the segment matches any number of parts of a path."""
-        return self.name == "**"
+    def fits(self, part):
+        """Whether the segment matches one Cell of a path, by its name, or an operator, by its `Label`s."""
+        if not isinstance(part, str):
+            indexed = [each for each in part if self.ranges is None or _is_in(each.number, self.ranges)]
+            return any(map(self.fits_label, indexed))
+        if self.name is None:
+            return bool(re.fullmatch("[0-9]+", part)) and _is_in(int(part), self.ranges)
+        return self.ranges is None and fnmatchcase(part, self.name)
 
-    def fits_cell(self, part):
-        """Whether the segment matches one part of a Cell's path."""
-        if self.numbers is not None:
-            return bool(re.fullmatch("[0-9]+", part)) and _is_in(int(part), self.numbers)
-        return self.indices is None and fnmatchcase(part, self.name)
-
-    def fits_operator(self, labels):
-        """Whether the segment matches an operator with these `Label`s."""
-        indexed = [each for each in labels if self.indices is None or _is_in(each.number, self.indices)]
-        return self.numbers is None and any(
-            fnmatchcase(label.plain, self.name if label.variable else plain_name(self.name)) for label in indexed
-        )
+    def fits_label(self, label):
+        """Whether the name, without an index, matches a `Label`."""
+        if self.name is None:
+            return False
+        return fnmatchcase(label.plain, self.name if label.variable else plain_name(self.name))
 
 
 @dataclass(frozen=True)
@@ -74,35 +69,30 @@ class Pattern:
 
     Attributes:
         text: the pattern as written.
-        where: key of the setting that holds the pattern, as `"recompute.select[1]"`.
         segments: its `Segment`s; the first is `**` unless it begins at the root.
     """
 
     text: str
-    where: str
     segments: tuple
 
-    def after(self, path):
-        """Lengths of the segment prefixes that match the path of a Cell (a set); a full match includes all segments."""
-        reached = self._passing({0})
-        for part in path.split(".") if path else ():
-            reached = self._next(reached, lambda segment, part=part: segment.fits_cell(part))
+    def after(self, parts, reached=(0,)):
+        """Lengths of the segment prefixes that match a path (a set); a full match includes all segments.
+
+        Args:
+            parts: names of Cells, and perhaps the `Label`s of an operator as the last part.
+            reached: the result for the path in front of `parts`.
+        """
+        reached = self._passing(reached)
+        for part in parts:
+            ahead = [(place, self.segments[place]) for place in reached if place < len(self.segments)]
+            reached = self._passing(place + (each.name != "**") for place, each in ahead if each.fits(part))
         return reached
-
-    def matches_operator(self, reached, labels):
-        """Whether the pattern matches an operator with these labels; `reached`: `after` of its Cell's path."""
-        return len(self.segments) in self._next(reached, lambda segment: segment.fits_operator(labels))
-
-    def _next(self, reached, fits):
-        ahead = [(place, self.segments[place]) for place in reached if place < len(self.segments)]
-        stay = {place for place, segment in ahead if segment.many}
-        return self._passing(stay | {place + 1 for place, segment in ahead if not segment.many and fits(segment)})
 
     def _passing(self, reached):
         """The lengths, and the length after each following `**`, which also matches no segment."""
         reached = set(reached)
         for place, segment in enumerate(self.segments):
-            if place in reached and segment.many:
+            if place in reached and segment.name == "**":
                 reached.add(place + 1)
         return reached
 
@@ -119,53 +109,46 @@ def parse_pattern(text, where):
         ValueError: `text` is no pattern; the error shows the wrong part and the allowed forms.
     """
     if not isinstance(text, str):
-        raise TypeError(f"{where}: {text!r} should be a text, as 'layers.*.mlp': {_ALLOWED}")
+        raise TypeError(f"{where}: {text!r} should be a pattern, a text as 'layers.0-7.mlp': {_ALLOWED}")
+    if not text.strip():
+        raise ValueError(f"{where}: {text!r} is an empty pattern: it should name a Cell or an operator; {_ALLOWED}")
+    parts = text.removeprefix(".").split(".")
     with errors_at(f"{where}: {text!r}: ", f"; {_ALLOWED}"):
-        if not text.strip():
-            raise ValueError("an empty pattern")
-        rooted = text.startswith(".")
-        parts = text[rooted:].split(".")
-        segments = [_segment(part, place, len(parts)) for place, part in enumerate(parts, 1)]
-    if not rooted:
-        begins_anywhere = segments[0].name == "*" and segments[0].indices is None and len(segments) > 1
-        segments = [Segment("**", "**"), *segments[begins_anywhere:]]
-    return Pattern(text, where, tuple(segments))
+        segments = [_segment(part, place, place == len(parts)) for place, part in enumerate(parts, 1)]
+    if not text.startswith("."):
+        segments = [Segment("**", "**"), *segments[segments[0].text == "*" and len(segments) > 1 :]]
+    return Pattern(text, tuple(segments))
 
 
 class Found(NamedTuple):
     """Summary of a pattern's match in one program, for error texts and for other pipeline stages: plain data.
 
     Attributes:
-        cells, operators: whether the pattern selects Cells, or operators.
+        matched: whether the pattern selects anything.
         reached: number of leading segments that match the beginning of some path.
         below: names of Cells and operators below these paths.
-        numbers: pairs of the position of a segment of numbers and the numbers that exist there.
-        alike: for a pattern with an index, the largest number of such operators in one call of a Cell.
+        numbers: pairs of the position of a segment of numbers, or with an index, and the numbers that exist there: of
+            the Cells beside the selected ones, and of such operators in the call of a Cell that has most of them.
     """
 
-    cells: bool
-    operators: bool
+    matched: bool
     reached: int
     below: list
     numbers: list
-    alike: int
 
 
-@dataclass(frozen=True)
-class Match:
+class Match(NamedTuple):
     """Selection of a pattern in a program: all Cells with a matching path or, without any, all matching operators.
 
     Attributes:
-        pattern: the `Pattern`.
         cells: keys of calls of Cells, in the order of the calls.
         operators: keys of operators, in the order of execution.
         found: the summary as a `Found`.
     """
 
-    pattern: Pattern
     cells: tuple
     operators: tuple
-    found: Found
+    found: Found | None = None
 
 
 def match(pattern, names, cells):
@@ -176,50 +159,61 @@ def match(pattern, names, cells):
         names: the `OperatorName`s of a program.
         cells: `(key, path)` of its Cells, from `called_cells`; keys are distinct.
     """
-    reached = {path: pattern.after(path) for path in _beginnings(cells)}
-    selected = tuple(key for key, path in cells if len(pattern.segments) in reached[path])
-    fitting = [name for name in names if pattern.matches_operator(reached[name.path], name.labels)]
-    operators = () if selected else tuple(name.place.key for name in fitting)
-    furthest = max(place for places in reached.values() for place in places)
+    names, cells = [(_parts(name.path), name) for name in names], [(key, _parts(path)) for key, path in cells]
+    reached, end = {(): pattern.after(())}, len(pattern.segments)
+    for path in _beginnings(path for _, path in cells):  # a list of Cells is never called, but is the path of its Cells
+        reached[path] = pattern.after(path[-1:], reached[path[:-1]])
+    selected = {key: path for key, path in cells if end in reached[path]}
+    fitting = [] if selected else [each for each in names if end in pattern.after([each[1].labels], reached[each[0]])]
+    operators = {name.place.key: path for path, name in fitting}
+    furthest = max(set().union(*reached.values()))
     there = {path for path, places in reached.items() if furthest in places}
-    below = dict.fromkeys(_last(path) for path in reached if path and _above(path) in there)
-    labels = [name.labels for name in names if name.path in there]
+    below = dict.fromkeys(path[-1] for path in reached if path and path[:-1] in there)
+    labels = [name.labels for path, name in names if path in there]
     below |= {label.name: None for each in labels for label in each if label is each[0] or label.variable}
-    keys = {*selected, *operators}
-    chosen = {path for key, path in cells if key in keys} | {n.path for n in names if n.place.key in keys}
-    numbers, alike = _numbers(pattern, reached, chosen), _alike(pattern, names)
-    found = Found(bool(selected), bool(operators), furthest, list(below), numbers, alike)
-    return Match(pattern, selected, operators, found)
+    numbers = _numbers(pattern, names, reached, {*selected.values(), *operators.values()})
+    return Match((*selected,), (*operators,), Found(bool(selected or operators), furthest, list(below), numbers))
 
 
-def check_found(pattern, found):
+def _numbers(pattern, names, reached, chosen):
+    """`numbers` of a `Found`; `chosen`: paths of the selected Cells, and of those with selected operators."""
+    found, on_the_way = [], _beginnings(chosen)
+    for place, segment in enumerate(pattern.segments):
+        if segment.name is None:
+            lists = {path[:-1] for path in on_the_way if place + 1 in reached[path]}
+            beside = {path[-1] for path in reached if path and path[:-1] in lists}
+            found.append((place, sorted(int(number) for number in beside if number.isdigit())))
+        elif segment.ranges is not None:
+            labels = [label for path, name in names if place in reached[path] for label in name.labels]
+            found.append((place, list(range(max((e.count for e in labels if segment.fits_label(e)), default=0)))))
+    return found
+
+
+def check_found(where, pattern, found):
     """Raise `ValueError` where a pattern, or a number in it, matches nothing; the text lists existing names.
 
     Args:
+        where: key of the setting that holds the pattern.
         pattern: the `Pattern`.
         found: a `Found` for each program in which the pattern may match, such as of all stages of a pipeline.
     """
-    problem = _problem(pattern, found)
-    if problem:
-        raise ValueError(f"{pattern.where}: {pattern.text!r} {problem}")
-
-
-def _problem(pattern, found):
-    """The fault of a pattern, as the end of a sentence; empty for a correct one."""
-    most, last = max(each.alike for each in found), pattern.segments[-1]
-    has = f"a call of a Cell has {most} of {last.name!r} at most"
-    if not any(each.cells or each.operators for each in found):
-        hint = "; patterns are no regular expressions: docs/recompute.md" if _SIGNS.search(pattern.text) else ""
-        if most:
-            return f"matches no Cell or operator: {has}{hint}"
-        return f"matches no Cell or operator: {what_is_there(pattern, found)}{hint}"
+    is_there, there, missing = any(each.matched for each in found), "", ""
     for place, segment in enumerate(pattern.segments):
         known = {number for each in found for number in dict(each.numbers).get(place, ())}
-        if segment.numbers is not None and (missing := _missing(segment.numbers, known)):
-            where = _shown_until(pattern, place)
-            return f"is only partly there: {where} are {quoted(ranges_shown(known))}, not {missing}"
-    missing = _missing(last.indices or (), range(most))
-    return f"is only partly there: {has}, not {missing}" if missing else ""
+        wanted = {number for first, last in segment.ranges or () for number in range(first, last + 1)}
+        if known and wanted - known:
+            missing = f", not {quoted(ranges_shown(wanted - known))}"
+            there = f"{_shown_until(pattern, place)} are {quoted(ranges_shown(known))}"
+            if segment.name is not None:
+                there = f"a call of a Cell has {len(known)} of {segment.name!r} at most"
+            break
+    hint = "; patterns are no regular expressions: docs/recompute.md" if _SIGNS.search(pattern.text) else ""
+    if not is_there:
+        raise ValueError(
+            f"{where}: {pattern.text!r} matches no Cell or operator: {there or what_is_there(pattern, found)}{hint}"
+        )
+    if missing:
+        raise ValueError(f"{where}: {pattern.text!r} is only partly there: {there}{missing}")
 
 
 def what_is_there(pattern, found):
@@ -230,58 +224,19 @@ def what_is_there(pattern, found):
     return f"{_shown_until(pattern, furthest)} are {_listed(below)}{nearest(wanted, below)}"
 
 
-def _numbers(pattern, reached, chosen):
-    """Position of each segment of numbers, with the numbers of all sibling Cells on the paths of `chosen`."""
-    found = []
-    for place, segment in enumerate(pattern.segments):
-        if segment.numbers is None:
-            continue
-        head = replace(pattern, segments=pattern.segments[: place + 1])
-        leading = [path for path in reached if any(f"{each}.".startswith(f"{path}.") for each in chosen)]
-        used = {_above(path) for path in leading if place + 1 in head.after(path)}
-        beside = {_last(path) for path in reached if _above(path) in used}
-        found.append((place, sorted(int(number) for number in beside if number.isdigit())))
-    return found
-
-
-def _alike(pattern, names):
-    """Largest number of operators in one call of a Cell that match the pattern without its index."""
-    *before, last = pattern.segments
-    if last.indices is None:
-        return 0
-    pattern = replace(pattern, segments=(*before, replace(last, text=last.name, indices=None)))
-    reached = {path: pattern.after(path) for path in {name.path for name in names}}
-    labels = (label for name in names for label in name.labels if pattern.matches_operator(reached[name.path], [label]))
-    return max((label.count for label in labels), default=0)
-
-
-def _missing(ranges, there):
-    """The missing numbers of some ranges, as ranges in quotes; empty if all exist."""
-    numbers = {number for first, last in ranges for number in range(first, last + 1)}
-    return quoted(ranges_shown(numbers - set(there)))
-
-
 def _shown_until(pattern, end):
     """The location that the segments up to `end` match, as text."""
     led = ".".join(segment.text for segment in pattern.segments[int(not pattern.text.startswith(".")) : end])
     return f"below {led!r}" if led else "at the root" if pattern.text.startswith(".") else "there"
 
 
-def _beginnings(cells):
-    """Prefixes of `a.b`: the empty one, `a` and `a.b`; a list of Cells is never called and exists as a prefix only."""
-    found = {"": None}
-    for _, path in cells:
-        parts = path.split(".") if path else []
-        found |= dict.fromkeys(".".join(parts[:end]) for end in range(1, len(parts) + 1))
-    return list(found)
+def _parts(path):
+    return tuple(path.split(".")) if path else ()
 
 
-def _above(path):
-    return path.rpartition(".")[0]
-
-
-def _last(path):
-    return path.rpartition(".")[2]
+def _beginnings(paths):
+    """The paths of `a.b`, which are `a` and `a.b`, and of others, without repetitions: shorter ones first."""
+    return dict.fromkeys(path[: end + 1] for path in paths for end in range(len(path)))
 
 
 def _listed(known):
@@ -295,35 +250,24 @@ def _is_in(number, ranges):
     return any(first <= number <= last for first, last in ranges)
 
 
-def _segment(part, place, count):
-    """The `Segment` at position `place` (from 1) of `count`; a faulty one raises `ValueError` with the reason."""
-    if not part:
-        raise ValueError(f"segment {place} is empty")
-    name, bracket, rest = part.partition("[")
-    if bracket or "]" in part:
-        return _indexed(part, name, rest, place == count)
-    if re.fullmatch("[0-9,-]+", part):
-        return Segment(part, None, parse_ranges(part))
-    _check_name(part)
-    return Segment(part, part)
-
-
-def _indexed(part, name, rest, is_last):
-    if not name or "]" in name or not rest or rest.find("]") != len(rest) - 1:
-        raise ValueError(f"the brackets in {part!r} are not a name with an index behind it")
-    if not is_last:
-        raise ValueError(
-            f"{part!r} has an index, which only an operator at the end has: a Cell in a list is {name}.{rest[:-1]}"
-        )
-    if name == "**" or re.fullmatch("[0-9,-]+", name):
-        raise ValueError(f"{name!r} in {part!r} is not the name of an operator")
-    _check_name(name)
-    return Segment(part, name, None, parse_ranges(rest[:-1]))
-
-
-def _check_name(name):
-    if "**" in name and name != "**":
-        raise ValueError(f"** in {name!r} is not a segment of its own: within a name, write one *")
-    wrong = re.search(r"[\s,/]", name)
-    if wrong:
-        raise ValueError(f"{wrong[0]!r} in {name!r} is not part of a name")
+def _segment(part, place, is_last):
+    """The `Segment` at position `place` (from 1); a faulty one raises `ValueError` with the reason."""
+    found = re.fullmatch(r"([^][]+)(?:\[([^][]+)\])?", part)
+    name, index = found.groups() if found else (part, None)
+    is_number = re.fullmatch("[0-9,-]+", name)
+    wrong = None if is_number else re.search(r"[\s,/]", name)
+    faults = [
+        (not part, f"segment {place} is empty"),
+        (not found, f"the brackets in {part!r} are not a name with an index behind it"),
+        (
+            index and not is_last,
+            f"{part!r} has an index, which only an operator at the end has: a Cell in a list is {name}.{index}",
+        ),
+        (index and (name == "**" or is_number), f"{name!r} in {part!r} is not the name of an operator"),
+        ("**" in name and name != "**", f"** in {name!r} is not a segment of its own: within a name, write one *"),
+        (wrong, f"{wrong and wrong[0]!r} in {name!r} is not part of a name"),
+    ]
+    for is_faulty, reason in faults:
+        if is_faulty:
+            raise ValueError(reason)
+    return Segment(part, None if is_number else name, parse_ranges(index or part) if index or is_number else None)

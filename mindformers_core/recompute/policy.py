@@ -19,7 +19,6 @@ from mindformers_core.recompute.selection import (
     NamedProgram,
     cell_lies_in,
     check_apart,
-    full_layers,
     layers_of,
     recomputed_keys,
     swapped_keys,
@@ -56,7 +55,6 @@ class ChosenActivations(ActivationPolicy):
         self.tree, self.settings, self.swapping, self.is_part = tree, settings, swapping, is_part
         self.layers = layers_of(_containers(tree))
         self.choices = WeakKeyDictionary()
-        self.full = full_layers(settings.full, self.layers, is_part=True)
         self._compiled = WeakKeyDictionary()  # plan of a program of compiled functions -> (its path, `compiled`)
         self._summary = stage_summary(settings, swapping, self.layers, tree.cells)
         self._has_matched = False  # all patterns, in some program
@@ -65,27 +63,26 @@ class ChosenActivations(ActivationPolicy):
             check_stages(settings, swapping, [self._summary])
         if tree.storage.settings is not None:  # else hsdp() may still be called
             self._check_gathers()
-        self._cells, self._gaps = whole_cells(settings, self.full, list(tree.cells))
+        self._cells, self._gaps = whole_cells(settings, self.layers, list(tree.cells))
         self.recomputed_cells = [
             path for path in self._cells if not any(cell_lies_in(path, other) for other in self._cells if other != path)
         ]
 
     def annotate(self, path, frame, compiled):
         """See `ActivationPolicy`."""
-        program = NamedProgram(frame, path, algorithm_of, not self.tree.storage.takes_gradients)
+        program = NamedProgram(frame, path, self.layers, algorithm_of, not self.tree.storage.takes_gradients)
         if not path:
-            asked = self.settings, self.swapping, self.layers, self.tree.cells
-            self._summary = stage_summary(*asked, program, self.full)
+            self._summary = stage_summary(self.settings, self.swapping, self.layers, self.tree.cells, program)
         # patterns may match nothing where they are for other stages, were all found before, or in evaluation
         if not (path or self.is_part or self._has_matched or not frame.graph.training):
             check_stages(self.settings, self.swapping, [self._summary])
             self._has_matched = True
         if compiled is not None:
             return self._compiled_frame(program, compiled)
-        swapped = swapped_keys(self.swapping, program, self.layers)
+        swapped = swapped_keys(self.swapping, program)
         keys, choice = self._chosen(program, swapped)
         both = [key for key in swapped if key in keys]
-        check_apart(self.settings, self.swapping, program, self.layers, self.full, both, self.tree.label(""))
+        check_apart(self.settings, self.swapping, program, both, self.tree.label(""))
         keepers = dict.fromkeys(keys, Keeper(*_RECOMPUTED, takes_collectives=self.settings.mp_comm_recompute))
         for key, prefetch in swapped.items():
             keepers[key] = Keeper(_ON_HOST, f"on_host_{prefetch}", f"OnHost(prefetch={prefetch})")
@@ -97,13 +94,12 @@ class ChosenActivations(ActivationPolicy):
     def _compiled_frame(self, program, compiled):
         """The `CellPlan` of a compiled function with recomputed Cells."""
         self._check_compilable()
-        for key in ("select", "exclude"):
-            for each in program.matches(getattr(self.settings, key), f"recompute.{key}"):
-                if each.operators:
-                    raise ValueError(
-                        f"recompute.{key}: {each.pattern.text!r} selects operators, but compiled functions can only "
-                        "recompute whole Cells: name Cells, or run in PyNative (recipe: context.mode: 1)"
-                    )
+        for each in self.settings.requests:
+            if program.match(each).operators:
+                raise ValueError(
+                    f"{each.where}: {each.pattern.text!r} selects operators, but compiled functions can only recompute "
+                    "whole Cells: name Cells, or run in PyNative (recipe: context.mode: 1)"
+                )
         for place in program.places:
             if written_by(place) and any(cell_lies_in(joined_path(program.path, place.path), c) for c in self._cells):
                 raise ValueError(
@@ -131,7 +127,7 @@ class ChosenActivations(ActivationPolicy):
         """`(keys, Choice or None)`: the recomputed instructions of a program; a budget never selects `swapped` ones."""
         units, choice = tuple(self.tree.storage.units), None
         if self.settings.budget is None or program.path:  # a budget is for the whole
-            keys = recomputed_keys(self.settings, program, self.full, units)
+            keys = recomputed_keys(self.settings, program, units)
         else:
             choice = choice_within(self.settings, program, units, frozenset(swapped), self.is_part)
             keys = choice.dropped

@@ -1,13 +1,10 @@
 """Selection of recomputed and swapped instructions of a program, from settings. Pure Python."""
 
-from dataclasses import replace
 from functools import cached_property
 
 from mindformers_core.analysis.prediction import Prediction
 from mindformers_core.analysis.views import is_cast_to_its_dtype
-from mindformers_core.hints import nearest
 from mindformers_core.operators.registry import facts_of
-from mindformers_core.program.name_ranges import cells_together, quoted
 from mindformers_core.program.operator_names import operator_names, operator_texts
 from mindformers_core.program.plan import (
     CallPlan,
@@ -19,9 +16,7 @@ from mindformers_core.program.plan import (
 )
 from mindformers_core.program.producers import links_of
 from mindformers_core.program.structure import tree_leaves
-from mindformers_core.recompute.patterns import match, parse_pattern
-
-_SHOWN = 5
+from mindformers_core.recompute.patterns import Match, match
 
 
 class NamedProgram:
@@ -30,10 +25,11 @@ class NamedProgram:
     Args:
         frame: its `CellPlan`.
         path: path of the root Cell of the program.
+        layers: the result of `layers_of`.
         algorithm, arguments_need: see `Prediction`.
 
     Attributes:
-        frame, path, algorithm: the arguments.
+        frame, path, layers, algorithm: the arguments.
         places: its `Instruction`s in order.
         names: its `OperatorName`s.
         cells: `(key, path from the root)` of each call of a Cell.
@@ -41,32 +37,54 @@ class NamedProgram:
         prediction: its `Prediction`.
     """
 
-    def __init__(self, frame, path="", algorithm=None, arguments_need=True):
-        self.frame, self.path, self.algorithm = frame, path, algorithm
+    def __init__(self, frame, path="", layers=None, algorithm=None, arguments_need=True):
+        self.frame, self.path, self.layers, self.algorithm = frame, path, layers or {}, algorithm
         self.places, self.names = operators_in_order(frame), operator_names(frame, path)
         self.cells = [(key, joined_path(path, inner)) for key, inner in called_cells(frame)]
         self.closed = {place.key for place in self.places if isinstance(place.entry, CallPlan)}
         self.prediction = Prediction(frame, algorithm, arguments_need)
 
-    def matches(self, patterns, where):
-        """A `Match` for each pattern text; `where` is the key for errors: `"recompute.select"`.
+    def match(self, request):
+        """The `Match` of a `Request`; without a pattern, one of the calls of all its layers.
 
         A match of operators includes redistributions of their results without local work, which have no names:
         gradients read the results of these, in the same memory.
         """
-        places = [where] if len(patterns) == 1 else [f"{where}[{number}]" for number in range(len(patterns))]
-        for text, place in zip(patterns, places):
-            found = match(parse_pattern(text, place), self.names, self.cells)
-            yield replace(found, operators=self._with_nameless(found.operators))
+        if request.pattern is None:
+            return Match(self._calls(request.layers), ())
+        found = match(request.pattern, self.names, self.cells)
+        return found._replace(operators=self._with_nameless(found.operators))
+
+    def keys(self, request):
+        """Keys of the instructions that a `Request` selects.
+
+        Raises:
+            ValueError: it is to recompute only Cells with a custom `bprop`.
+        """
+        found = self.match(request)
+        if request.kind != "recompute":
+            keys = self.inside((*found.cells, *found.operators))
+        elif request.pattern and found.cells and self.closed.issuperset(found.cells):
+            raise ValueError(
+                f"{request.where}: {request.pattern.text!r} selects Cells with a bprop of their own, which keep what "
+                "that needs: select others"
+            )
+        else:
+            open_cells = [self.prediction.cell_keys(key) for key in found.cells if key not in self.closed]
+            keys = {*found.operators}.union(*open_cells)
+        if request.kind == "swap":
+            keys = keys - self.closed
+        return keys if request.layers is True else keys & self.inside(self._calls(request.layers))
 
     def inside(self, roots):
         """Keys of the instructions inside the calls `roots`, and `roots` themselves."""
         roots, keys = set(roots), (place.key for place in self.places)
         return {key for key in keys if any(key[:end] in roots for end in range(len(key) + 1))}
 
-    def calls(self, paths):
-        """Keys of all calls of the Cells at `paths`."""
-        return [key for key, path in self.cells if path in paths]
+    def _calls(self, layers):
+        """Keys of all calls of the Cells of layers, which are numbers, or True."""
+        paths = layer_paths(layers, self.layers)
+        return tuple(key for key, path in self.cells if path in paths)
 
     def _with_nameless(self, operators):
         found = {*operators}
@@ -82,51 +100,28 @@ class NamedProgram:
         return [(key, producers[key]) for key in moves if key not in named]
 
 
-def recomputed_keys(settings, program, full=(), boundaries=()):
+def recomputed_keys(settings, program, boundaries=()):
     """Keys of the recomputed instructions of a program (a set): their results are not saved.
 
     Args:
         settings: the `RecomputeSettings`, without a budget.
         program: the `NamedProgram`.
-        full: paths of the fully recomputed Cells.
         boundaries: paths of Cells whose results are always saved.
 
     Raises:
         ValueError: a pattern selects only Cells with a custom `bprop`.
     """
-    return chosen_keys(settings, program, full) - kept_keys(settings, program, boundaries)
+    return asked_keys("recompute", settings, program) - kept_keys(settings, program, boundaries)
 
 
-def chosen_keys(settings, program, full=()):
-    """Keys of the instructions in `full` and `select`, including kept ones; arguments as `recomputed_keys`."""
-    return set().union(*(keys for _, keys in _recompute_requests(settings, program, full)))
-
-
-def _recompute_requests(settings, program, full):
-    """`(setting, keys of instructions)` of each request to recompute."""
-    yield "recompute.full", _keys_of_cells(program, program.calls(full))
-    for each in program.matches(settings.select, "recompute.select"):
-        if each.cells and program.closed.issuperset(each.cells):
-            raise ValueError(
-                f"{each.pattern.where}: {each.pattern.text!r} selects Cells with a bprop of their own, which keep what "
-                "that needs: select others"
-            )
-        yield f"recompute.select {each.pattern.text!r}", {*each.operators, *_keys_of_cells(program, each.cells)}
-
-
-def _keys_of_cells(program, calls):
-    return set().union(*(program.prediction.cell_keys(key) for key in calls if key not in program.closed))
-
-
-def excluded_keys(settings, program):
-    """Keys of the instructions in `exclude`."""
-    matches = program.matches(settings.exclude, "recompute.exclude")
-    return program.inside(key for each in matches for key in (*each.cells, *each.operators))
+def asked_keys(kind, settings, program):
+    """Keys of the instructions that all `Request`s of a kind select (a set)."""
+    return set().union(*(program.keys(request) for request in settings.requests if request.kind == kind))
 
 
 def kept_keys(settings, program, boundaries=()):
     """Keys of the instructions whose results are always saved; arguments as `recomputed_keys`."""
-    kept = excluded_keys(settings, program) | _state_keys(program)
+    kept = asked_keys("exclude", settings, program) | _state_keys(program)
     for place in program.places:
         sends = isinstance(place.entry, Redistribution) and bool(place.entry.steps)
         if not _can_run_again(place) or (sends and not settings.mp_comm_recompute):
@@ -174,7 +169,7 @@ def _can_run_again(place):
     return any("float" in value.dtype for value in tree_leaves(place.entry.node.outputs))
 
 
-def swapped_keys(settings, program, layers):
+def swapped_keys(settings, program):
     """Swapped results of a program: key of the instruction -> `backward_prefetch`.
 
     Results of the program itself are never swapped: the caller may write to them in place.
@@ -182,11 +177,10 @@ def swapped_keys(settings, program, layers):
     Args:
         settings: the `SwapSettings`.
         program: the `NamedProgram`.
-        layers: the result of `layers_of`.
     """
     found = {}
-    for _, prefetch, keys in _swap_requests(settings, program, layers):
-        found |= dict.fromkeys(keys, prefetch)
+    for request in settings.requests:
+        found |= dict.fromkeys(program.keys(request), request.backward_prefetch)
     inner = program.prediction.cell_keys(()) if found else ()
     places = [place for place in program.places if place.key in found and place.key in inner]
     same = [place for place in places if isinstance(place.entry, OperatorPlan)]  # return their input, perhaps a weight
@@ -194,31 +188,12 @@ def swapped_keys(settings, program, layers):
     return {place.key: found[place.key] for place in places if place.key not in same}
 
 
-def _swap_requests(settings, program, layers):
-    """`(setting, backward_prefetch, keys of instructions)` of each request to swap."""
-    for place, entry in enumerate(settings.layer_swap if settings.is_on else ()):
-        yield f"swap.layer_swap[{place}]", entry.backward_prefetch, _in_layers(entry.layers, program, layers)
-    for entry in settings.op_swap if settings.is_on else ():
-        (found,) = program.matches((entry.op_name,), settings.where(entry))
-        yield settings.where(entry), entry.backward_prefetch, operator_swap_keys(entry, found, program, layers)
-
-
-def operator_swap_keys(entry, found, program, layers):
-    """Keys of the instructions of an `OperatorSwap`, by the `Match` of its pattern."""
-    keys = program.inside((*found.cells, *found.operators)) - program.closed
-    return keys if entry.layers is True else keys & _in_layers(entry.layers, program, layers)
-
-
-def _in_layers(asked, program, layers):
-    return program.inside(program.calls(full_layers(asked, layers, is_part=True))) - program.closed
-
-
-def check_apart(settings, swapping, program, layers, full, both, label):
+def check_apart(settings, swapping, program, both, label):
     """Raise `ValueError` for an instruction that is both recomputed and swapped, with the settings that request it.
 
     Args:
         settings, swapping: the `RecomputeSettings`, and the `SwapSettings`.
-        program, layers, full: as for `recomputed_keys` and `swapped_keys`.
+        program: the `NamedProgram`.
         both: keys of such instructions.
         label: owner of the program.
     """
@@ -226,9 +201,12 @@ def check_apart(settings, swapping, program, layers, full, both, label):
         return
     texts = operator_texts(program.frame, program.path)
     key = next((key for key in both if key in texts), both[0])
-    asked = [(where, keys) for where, keys in _recompute_requests(settings, program, full)]
-    asked += [(where, keys) for where, _, keys in _swap_requests(swapping, program, layers)]
-    who = " and ".join(where for where, keys in asked if key in keys)
+    asked = [each for each in (*settings.requests, *swapping.requests) if each.kind != "exclude"]
+    who = " and ".join(
+        f"recompute.select {each.pattern.text!r}" if each.kind == "recompute" and each.pattern else each.where
+        for each in asked
+        if key in program.keys(each)
+    )
     raise ValueError(
         f"{texts.get(key, 'a redistribution')} of {label} is recomputed and swapped, by {who}: what is computed again "
         "isn't kept, neither here nor on the host: choose one of the two (exclude takes it out of what is recomputed)"
@@ -250,63 +228,28 @@ def layers_of(containers):
     return layers
 
 
-def full_layers(asked, layers, is_part=False, where="recompute.full", paths=()):
-    """Paths of the requested layers.
-
-    Args:
-        asked: True, or a tuple of numbers; None: none.
-        layers: the result of `layers_of`.
-        is_part: whether missing layers may be on other pipeline stages.
-        where: the key, for errors.
-        paths: paths of all Cells, for errors.
-
-    Raises:
-        ValueError: an unknown layer.
-    """
-    numbers = sorted(layers) if asked is True else asked or ()
-    if asked and not layers and not is_part:
-        there = [path for path in paths if path and "." not in path]
-        instead = f"; its Cells are {_shown(there)}, which select can name in patterns" if there else ""
-        raise ValueError(
-            f"{where}: the model has no layers, Cells in a CellList or CellDict, or in a SequentialCell with more in "
-            f"it than single Cells of MindSpore, such as Dense and GELU{instead}"
-        )
-    for number in () if is_part else numbers:
-        if number not in layers:
-            raise ValueError(
-                f"{where}: there is no layer {number}: the layers are {min(layers)} to {max(layers)}, "
-                f"{_shown([path for known in sorted(layers) for path in layers[known]])}"
-                f"{nearest(str(number), list(map(str, layers)))}"
-            )
-    return [path for number in numbers for path in layers.get(number, ())]
+def layer_paths(asked, layers):
+    """Paths of the Cells of layers, which are numbers, or True for all; unknown ones are ignored."""
+    return [path for number in (sorted(layers) if asked is True else asked) for path in layers.get(number, ())]
 
 
-def _shown(paths):
-    """The first few Cells, with consecutive layers as one range."""
-    together = cells_together(paths)
-    return quoted(together[:_SHOWN]) + ", …" * (len(together) > _SHOWN)
-
-
-def whole_cells(settings, full, paths):
+def whole_cells(settings, layers, paths):
     """Recomputed Cells of compiled functions; patterns that match no Cell are ignored.
 
     Args:
         settings: the `RecomputeSettings`.
-        full: paths of the fully recomputed layers.
+        layers: the result of `layers_of`.
         paths: paths of all Cells.
 
     Returns:
         A list of paths; a list of `(path, path of an excluded Cell inside)`.
     """
-    cells = [(path, path) for path in paths]
-
-    def matched(patterns):
-        return [path for text in patterns for path in match(parse_pattern(text, ""), [], cells).cells]
-
-    excluded = matched(settings.exclude)
-    chosen = {*full, *matched(settings.select)}
-    chosen = sorted(path for path in chosen if not any(cell_lies_in(path, other) for other in excluded))
-    return chosen, [(path, other) for path in chosen for other in excluded if cell_lies_in(other, path)]
+    cells, chosen = [(path, path) for path in paths], {"recompute": [], "exclude": []}
+    for each in settings.requests:
+        chosen[each.kind] += match(each.pattern, [], cells).cells if each.pattern else layer_paths(each.layers, layers)
+    excluded = chosen["exclude"]
+    whole = sorted(path for path in {*chosen["recompute"]} if not any(cell_lies_in(path, other) for other in excluded))
+    return whole, [(path, other) for path in whole for other in excluded if cell_lies_in(other, path)]
 
 
 def cell_lies_in(path, other):

@@ -6,12 +6,13 @@ Keys are those of MindSpore Transformers: `mp_comm_recompute` and `parallel_opti
 Optimization" (r2.0). Layers are numbered in the whole model, as on the second page, not in a pipeline stage.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from numbers import Real
 from typing import ClassVar
 
 from mindformers_core.hints import nearest
 from mindformers_core.ranges import check_range, parse_ranges
+from mindformers_core.recompute.patterns import Pattern, parse_pattern
 from mindformers_core.scopes import errors_at
 
 PAGE = "docs/recompute.md"
@@ -28,6 +29,25 @@ _BUDGET = "a number above 0 and at most 1: the part of the saved activations' by
 def _as_given(default=None):
     """A field that the recipe loader passes on unchecked: this module checks its forms."""
     return field(default=default, metadata={"as_given": True})
+
+
+@dataclass(frozen=True)
+class Request:
+    """What one entry of the settings asks for, in the form of all of them.
+
+    Attributes:
+        kind: `"recompute"`, `"exclude"` or `"swap"`.
+        where: the key, for errors: `"recompute.select[1]"`.
+        pattern: the `Pattern`; None: all Cells of the layers.
+        layers: True for all, or the numbers of the layers in which it selects.
+        backward_prefetch: see `LayerSwap`; of `"swap"` only.
+    """
+
+    kind: str
+    where: str
+    pattern: Pattern | None
+    layers: bool | tuple[int, ...] = True
+    backward_prefetch: int = 0
 
 
 @dataclass(frozen=True)
@@ -99,6 +119,13 @@ class RecomputeSettings:
                 )
 
     @property
+    def requests(self):
+        """The `Request`s of `full`, `select` and `exclude`, a list."""
+        full = [Request("recompute", "recompute.full", None, self.full)] if self.full else []
+        select = [Request("recompute", *each) for each in _parsed(self.select, "recompute.select")]
+        return [*full, *select, *(Request("exclude", *each) for each in _parsed(self.exclude, "recompute.exclude"))]
+
+    @property
     def is_on(self):
         """Whether recompute is on."""
         return bool(self.full or self.select or self.budget is not None)
@@ -164,14 +191,8 @@ class SwapSettings:
         prefetch = _prefetch(self.default_prefetch, "default_prefetch")
         if self.swap is not None:
             _check_flag(self.swap, "swap")
-        layers = tuple(
-            LayerSwap(*_layers_and_prefetch(entry, where, prefetch))
-            for where, entry in _entries(self.layer_swap, "layer_swap", "layers")
-        )
-        operators = tuple(
-            OperatorSwap(_pattern(entry["op_name"], f"{where}.op_name"), *_layers_and_prefetch(entry, where, prefetch))
-            for where, entry in _entries(self.op_swap, "op_swap", "op_name")
-        )
+        layers = _swaps(LayerSwap, self.layer_swap, "layer_swap", prefetch)
+        operators = _swaps(OperatorSwap, self.op_swap, "op_swap", prefetch)
         if self.swap is None and not layers and not operators and prefetch != 1:
             raise ValueError(
                 f"default_prefetch: {prefetch} is given, but nothing to swap: give swap=true, layer_swap or op_swap"
@@ -187,10 +208,13 @@ class SwapSettings:
         """Whether swapping is on."""
         return self.swap
 
-    def where(self, entry):
-        """The key of an `OperatorSwap`, for errors: `"swap.op_swap['*.mlp']"`."""
-        key = f"op_swap[{entry.op_name!r}]"
-        return f"swap.swap: true, which means {key}" if self.is_short else f"swap.{key}"
+    @property
+    def requests(self):
+        """The `Request`s of `layer_swap` and `op_swap`, a list; none where it is off."""
+        where = "swap.swap: true, which means op_swap" if self.is_short else "swap.op_swap"
+        asked = [(f"swap.layer_swap[{place}]", None, entry) for place, entry in enumerate(self.layer_swap)]
+        asked += [(f"{where}[{e.op_name!r}]", parse_pattern(e.op_name, where), e) for e in self.op_swap]
+        return [Request("swap", *named, e.layers, e.backward_prefetch) for *named, e in asked if self.is_on]
 
 
 def check_compilable(settings, swapping):
@@ -264,54 +288,53 @@ def layer_numbers(given, where):
 
 
 def _patterns(given, where):
-    """One pattern or several, as a tuple; `selection` checks their matches."""
-    if given is None:
-        return ()
-    entries = [given] if isinstance(given, str) else given
-    if not isinstance(entries, (list, tuple)):
+    """One pattern or several, as a tuple; `stages` checks their matches."""
+    texts = () if given is None else (given,) if isinstance(given, str) else given
+    if not isinstance(texts, (list, tuple)):
         raise TypeError(f"{where}: {given!r} should be a pattern, or a list of patterns, as ['layers.0-7.mlp']")
-    single = isinstance(given, str)
-    return tuple(_pattern(entry, where if single else f"{where}[{place}]") for place, entry in enumerate(entries))
+    _parsed(texts, where)
+    return tuple(texts)
 
 
-def _pattern(given, where):
-    if not isinstance(given, str):
-        raise TypeError(f"{where}: {given!r} should be a pattern, a text as 'layers.0-7.mlp'")
-    if not given.strip():
-        raise ValueError(f"{where}: {given!r} is an empty pattern: it should name a Cell or an operator")
-    return given
+def _parsed(texts, where):
+    """`(where, Pattern)` for every text."""
+    places = [where] if len(texts) == 1 else [f"{where}[{place}]" for place in range(len(texts))]
+    return [(place, parse_pattern(text, place)) for text, place in zip(texts, places)]
 
 
-def _entries(given, key, needed):
-    """`(where, dict)` of every entry of `layer_swap` or `op_swap`, with keys that there are."""
-    form = f"{key} is given as {_FORMS[key]}"
-    known = ["op_name", "layers", "backward_prefetch"][key == "layer_swap" :]
-    if isinstance(given, dict) and key == "op_swap":
-        named = [(f"op_swap[{name!r}]", {} if e is True else e, {"op_name": name}) for name, e in given.items()]
-        known = known[1:]
+def _swaps(kind, given, key, default_prefetch):
+    """The entries of `layer_swap` or `op_swap`, a tuple of `kind`; what settings have made of an entry is taken again.
+
+    The first field of `kind` has no default.
+    """
+    form = f"given as {_FORMS[key]}"
+    if isinstance(given, dict) and kind is OperatorSwap:
+        named = [(f"{key}[{name!r}]", {"op_name": name}, {} if e is True else e) for name, e in given.items()]
     elif isinstance(given, (list, tuple, type(None))):
-        made = (LayerSwap, OperatorSwap)  # what settings have made of an entry is taken again
-        plain = [vars(entry) if isinstance(entry, made) else entry for entry in given or ()]
-        named = [(f"{key}[{place}]", entry, {}) for place, entry in enumerate(plain)]
+        entries = enumerate(vars(entry) if isinstance(entry, kind) else entry for entry in given or ())
+        named = [(f"{key}[{place}]", {}, entry) for place, entry in entries]
     else:
-        raise TypeError(f"{key}: {given!r} should be given as {_FORMS[key]}")
-    for where, entry, name in named:
+        raise TypeError(f"{key}: {given!r} should be {form}")
+    found = []
+    for where, name, entry in named:
+        needed, *known = [each.name for each in fields(kind)]
+        known = known if name else [needed, *known]
         if not isinstance(entry, dict):
-            raise TypeError(f"{where}: {entry!r} should be a mapping with {', '.join(known)}; {form}")
+            raise TypeError(f"{where}: {entry!r} should be a mapping with {', '.join(known)}; {key} is {form}")
         for other in entry:
             if other not in known:
-                raise ValueError(f"{where}.{other}: unknown key{nearest(other, known)}; {form}")
-        if needed not in (name | entry):
-            raise ValueError(f"{where}.{needed}: missing; {form}")
-        yield where, name | entry
-
-
-def _layers_and_prefetch(entry, where, default_prefetch):
-    layers = layer_numbers(entry.get("layers", True), f"{where}.layers")
-    if layers is None:
-        raise ValueError(f"{where}.layers: {entry['layers']} means no layer: leave the entry out")
-    prefetch = entry.get("backward_prefetch")
-    return layers, _prefetch(default_prefetch if prefetch is None else prefetch, f"{where}.backward_prefetch")
+                raise ValueError(f"{where}.{other}: unknown key{nearest(other, known)}; {key} is {form}")
+        entry = name | entry
+        if needed not in entry:
+            raise ValueError(f"{where}.{needed}: missing; {key} is {form}")
+        if kind is OperatorSwap:
+            parse_pattern(entry["op_name"], f"{where}.op_name")
+        layers, prefetch = layer_numbers(entry.get("layers", True), f"{where}.layers"), entry.get("backward_prefetch")
+        if layers is None:
+            raise ValueError(f"{where}.layers: {entry['layers']} means no layer: leave the entry out")
+        prefetch = _prefetch(default_prefetch if prefetch is None else prefetch, f"{where}.backward_prefetch")
+        found.append(kind(**{**entry, "layers": layers, "backward_prefetch": prefetch}))
+    return tuple(found)
 
 
 def _prefetch(given, where):

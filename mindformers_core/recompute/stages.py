@@ -4,12 +4,16 @@ One stage can't check a pattern: its matches may be on another stage. Layers are
 summaries, operators when all stages have a program. Limits of compiled stages are checked at the first exchange.
 """
 
+from mindformers_core.hints import nearest
+from mindformers_core.program.name_ranges import cells_together, quoted
 from mindformers_core.recompute.budget import out_of_reach
-from mindformers_core.recompute.patterns import Found, check_found, match, parse_pattern, what_is_there
-from mindformers_core.recompute.selection import chosen_keys, excluded_keys, full_layers, operator_swap_keys
+from mindformers_core.recompute.patterns import Found, check_found, match, what_is_there
+from mindformers_core.recompute.selection import asked_keys
+
+_SHOWN = 5  # Cells in an error
 
 
-def stage_summary(settings, swapping, layers, paths=(), program=None, full=(), short=None):
+def stage_summary(settings, swapping, layers, paths=(), program=None, short=None):
     """Summary of a stage for the other stages, as JSON values.
 
     Args:
@@ -17,36 +21,25 @@ def stage_summary(settings, swapping, layers, paths=(), program=None, full=(), s
         layers: the result of `layers_of`.
         paths: paths of all Cells of the stage.
         program: the `NamedProgram` of the stage's last program; None before the first one.
-        full: paths of the fully recomputed Cells.
         short: `(least bytes, all bytes)` of a training program that can't reach the budget; else None.
     """
+    found = program and {
+        _name_of(each): [program.match(each).found, bool(program.keys(each))]
+        for each in (*settings.requests, *swapping.requests)
+    }
+    chosen = program and asked_keys("recompute", settings, program)
     return {
         "layers": [[number, path] for number in sorted(layers) for path in layers[number]],
         "paths": list(paths),
-        "found": program and _found(settings, swapping, layers, program, full),
+        "found": found,
+        "chosen": program and [len(chosen), len(chosen - asked_keys("exclude", settings, program))],
         "short": short and list(short),
     }
 
 
-def _found(settings, swapping, layers, program, full):
-    """Matches of the settings' patterns in a program, by pattern."""
-    chosen = chosen_keys(settings, program, full)
-    swapped = {}
-    for entry in swapping.op_swap if swapping.is_on else ():
-        (one,) = program.matches((entry.op_name,), swapping.where(entry))
-        is_in_layers = entry.layers is True or bool(operator_swap_keys(entry, one, program, layers))
-        swapped[_entry_key(entry)] = [one.found, is_in_layers]
-    return {
-        "select": {m.pattern.text: m.found for m in program.matches(settings.select, "recompute.select")},
-        "exclude": {m.pattern.text: m.found for m in program.matches(settings.exclude, "recompute.exclude")},
-        "chosen": [len(chosen), len(chosen - excluded_keys(settings, program))],
-        "swapped": swapped,
-    }
-
-
-def _entry_key(entry):
-    """Identity of an entry of `op_swap`: one pattern may have several entries, for different layers."""
-    return f"{entry.op_name} in {entry.layers}"
+def _name_of(request):
+    """Identity of a `Request` among stages; one pattern may have several, for different layers."""
+    return f"{request.pattern and request.pattern.text} in {request.layers}"
 
 
 def check_stages(settings, swapping, summaries):
@@ -63,11 +56,11 @@ def check_stages(settings, swapping, summaries):
     """
     known = [summary for summary in summaries if summary is not None]
     try:
-        _check_layers(settings, swapping, known, is_whole=len(summaries) == 1)
-        found = [summary["found"] for summary in known]
-        if all(each is not None for each in found):
-            _check_recompute(settings, found)
-            _check_swap(swapping, found)
+        requests = [*settings.requests, *swapping.requests]
+        _check_layers(requests, known, is_whole=len(summaries) == 1)
+        if all(summary["found"] is not None for summary in known):
+            _check_matches(requests, [summary["found"] for summary in known])
+            _check_not_idle(settings, [summary["chosen"] for summary in known])
     except ValueError as error:
         if len(known) == len(summaries):
             raise
@@ -82,33 +75,55 @@ def check_stages(settings, swapping, summaries):
         raise ValueError(out_of_reach(settings.budget, *short[stage], f" on stage {stage}", "all stages"))
 
 
-def _check_layers(settings, swapping, known, is_whole):
+def _check_layers(requests, known, is_whole):
     """Raise `ValueError` for layer numbers that no stage has."""
-    layers, paths = {}, dict.fromkeys(path for summary in known for path in summary["paths"])
+    layers, paths = {}, [path for summary in known for path in summary["paths"] if path and "." not in path]
     for number, path in sorted(entry for summary in known for entry in summary["layers"]):
         layers.setdefault(number, []).append(path)
-    unnumbered = [path for each in layers.values() for path in each if not path.rpartition(".")[2].isdigit()]
-    asked = [("recompute.full", settings.full)]
-    if swapping.is_on:
-        asked += [(f"swap.layer_swap[{place}].layers", e.layers) for place, e in enumerate(swapping.layer_swap)]
-        asked += [(f"{swapping.where(e)}.layers", e.layers) for e in swapping.op_swap if e.layers is not True]
-    for where, numbers in asked:
-        if numbers and numbers is not True and unnumbered and not is_whole:
+    inside = [path for number in layers for path in layers[number]]
+    unnumbered = [path for path in inside if not path.rpartition(".")[2].isdigit()]
+    for each in requests:
+        where, numbers = each.where + ".layers" * (each.kind == "swap"), () if each.layers is True else each.layers
+        if numbers and unnumbered and not is_whole:
             raise ValueError(
                 f"{where}: '{unnumbered[0]}' has no number, and its place on a stage isn't that in the model: call "
                 "layers by their number in the model, give true for all, or name them in a pattern"
             )
-        full_layers(numbers, layers, where=where, paths=paths)
+        if not layers and (numbers or each.pattern is None):
+            instead = f"; its Cells are {_shown(paths)}, which select can name in patterns" if paths else ""
+            raise ValueError(
+                f"{where}: the model has no layers, Cells in a CellList or CellDict, or in a SequentialCell with more "
+                f"in it than single Cells of MindSpore, such as Dense and GELU{instead}"
+            )
+        missing = next((number for number in numbers if number not in layers), None)
+        if missing is not None:
+            raise ValueError(
+                f"{where}: there is no layer {missing}: the layers are {min(layers)} to {max(layers)}, "
+                f"{_shown(inside)}{nearest(str(missing), list(map(str, layers)))}"
+            )
 
 
-def _check_recompute(settings, found):
-    for key in ("select", "exclude"):
-        patterns = getattr(settings, key)
-        for number, text in enumerate(patterns):
-            where = f"recompute.{key}[{number}]" if len(patterns) > 1 else f"recompute.{key}"
-            check_found(parse_pattern(text, where), [Found(*each[key][text]) for each in found if text in each[key]])
-    chosen, left = (sum(each["chosen"][place] for each in found) for place in (0, 1))
-    if chosen and not left:
+def _shown(paths):
+    """The first few Cells, with consecutive layers as one range."""
+    together = cells_together(dict.fromkeys(paths))
+    return quoted(together[:_SHOWN]) + ", …" * (len(together) > _SHOWN)
+
+
+def _check_matches(requests, found):
+    """Raise `ValueError` for a pattern, or a number in it, that no stage has, and for one with none in its layers."""
+    for each in requests:
+        if each.pattern is not None:
+            there = [summary[_name_of(each)] for summary in found if _name_of(each) in summary]
+            check_found(each.where, each.pattern, [Found(*match) for match, _ in there])
+            if each.layers is not True and not any(is_in_layers for _, is_in_layers in there):
+                selected = f"nothing that {each.pattern.text!r} selects"
+                raise ValueError(f"{each.where}.layers: {selected} is in layers {list(each.layers)}")
+
+
+def _check_not_idle(settings, chosen):
+    """Raise `ValueError` where all that should be recomputed is excluded; `chosen`: with it and without, by stage."""
+    asked, left = map(sum, zip(*chosen))
+    if asked and not left:
         given = {"full": settings.full, "select": settings.select}
         shown = {key: list(value) if isinstance(value, tuple) else value for key, value in given.items()}
         asked = " and ".join(f"{key} ({value})" for key, value in shown.items() if value)
@@ -118,26 +133,14 @@ def _check_recompute(settings, found):
         )
 
 
-def _check_swap(swapping, found):
-    for entry in swapping.op_swap if swapping.is_on else ():
-        where = swapping.where(entry)
-        key = _entry_key(entry)
-        found_there = [each["swapped"][key] for each in found if key in each["swapped"]]
-        check_found(parse_pattern(entry.op_name, where), [Found(*match) for match, _ in found_there])
-        if not any(is_in_layers for _, is_in_layers in found_there):
-            layers = list(entry.layers)
-            raise ValueError(f"{where}.layers: nothing that {entry.op_name!r} selects is in layers {layers}")
-
-
 def check_compiled_stages(settings, summaries):
     """Raise `ValueError` for a pattern that matches no Cell of any compiled stage: it selects operators, or nothing."""
     cells = [(path, path) for path in dict.fromkeys(path for summary in summaries for path in summary["paths"])]
-    patterns = [("select", text) for text in settings.select] + [("exclude", text) for text in settings.exclude]
-    for key, text in patterns:
-        found = match(parse_pattern(text, f"recompute.{key}"), [], cells)
-        if not found.cells:
+    for each in settings.requests:
+        found = match(each.pattern, [], cells) if each.pattern else None
+        if found and not found.cells:
             raise ValueError(
-                f"recompute.{key}: {text!r} matches no Cell of any stage, and compiled stages recompute whole Cells, "
-                f"no operators: {what_is_there(found.pattern, [found.found])}; name Cells, or run in PyNative (recipe: "
-                "context.mode: 1)"
+                f"{each.where}: {each.pattern.text!r} matches no Cell of any stage, and compiled stages recompute "
+                f"whole Cells, no operators: {what_is_there(each.pattern, [found.found])}; name Cells, or run in "
+                "PyNative (recipe: context.mode: 1)"
             )
