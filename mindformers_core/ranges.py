@@ -41,12 +41,12 @@ def _shown(value):
 
 
 def parse_ranges(text):
-    """`"0,3,5-7"` as pairs `(first, last)`, both included.
+    """The numbers of `"0,3,5-7"`, both ends of a range included: `(0, 3, 5, 6, 7)`.
 
     Raises:
         ValueError: another text, or a number of more than five digits: its range could fill the memory.
     """
-    ranges = []
+    numbers = []
     for entry in text.split(","):
         found = _RANGE.fullmatch(entry.strip())
         if not found:
@@ -54,5 +54,5 @@ def parse_ranges(text):
         first, last = int(found[1]), int(found[2] or found[1])
         if last < first:
             raise ValueError(f"the range {entry.strip()!r} ends before it begins: write {last}-{first}")
-        ranges.append((first, last))
-    return tuple(ranges)
+        numbers += range(first, last + 1)
+    return tuple(numbers)

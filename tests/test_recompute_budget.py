@@ -223,7 +223,8 @@ def test_the_whole_budget_computes_nothing_again():
 
 def test_described():
     frame, model = deep(30)
-    lines = described(model.choose(frame, 0.5), lambda key: f"layers.{key[0]}.{'abcd'[key[1]]}")
+    choice = model.choose(frame, 0.5)
+    lines = described(choice, {part.key: f"layers.{part.key[0]}.{'abcd'[part.key[1]]}" for part in choice.parts})
     stays, again = "1.4 KiB of 2.8 KiB of saved activations stay (50.0 %)", "36 FLOP are computed again"
     assert lines[0] == f"{stays}; {again}, 0.1 % of the forward pass"
     assert [line.split() for line in lines[2:]] == [
@@ -238,7 +239,7 @@ def test_described_sums_up():
     frame = frame_of([(-1,), (0,), (1,)], (8, 32, 48))
     model = Model({(0,): (), (1,): ((0,),), (2,): ((1,),)}, {(0,): 8, (1,): 32, (2,): 48}, {(0,): 9, (1,): 1, (2,): 1},
                   [(1,), (2,)])  # fmt: skip
-    lines = described(model.choose(frame, 0.2), lambda key: f"mlp.{key[0]}.x")
+    lines = described(model.choose(frame, 0.2), {(number,): f"mlp.{number}.x" for number in range(3)})
     assert [line.split() for line in lines[2:]] == [
         ["mlp.1-2.x", "80", "B", "2", "FLOP"],
         ["kept", "in", "their", "place,", "to", "compute", "from", "-8", "B", "0"],

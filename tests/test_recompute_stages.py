@@ -166,8 +166,8 @@ def check(stages="01", swapped=None, layers=LAYERS, shorts=(None, None), program
     for stage in range(2):
         program = PROGRAMS[stage] if str(stage) in programs else None
         PROGRAMS[stage].layers = layers[stage]
-        own = settings, swapping, layers[stage], PATHS[stage], program, shorts[stage]
-        summaries.append(json.loads(json.dumps(stage_summary(*own))) if str(stage) in stages else None)
+        own = stage_summary(settings, swapping, layers[stage], PATHS[stage], program) | {"short": shorts[stage]}
+        summaries.append(json.loads(json.dumps(own)) if str(stage) in stages else None)
     check_stages(settings, swapping, summaries)
 
 

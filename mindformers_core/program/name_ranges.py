@@ -57,9 +57,9 @@ def ranges_shown(numbers):
     return [_range_shown(run) for run in _runs(sorted(numbers))]
 
 
-def quoted(texts):
-    """Quoted texts, separated by commas."""
-    return ", ".join(f"'{text}'" for text in texts)
+def quoted(texts, most=None):
+    """Quoted texts, separated by commas; `most`: how many of a longer list are shown."""
+    return ", ".join(f"'{text}'" for text in texts[:most]) + ", …" * (most is not None and len(texts) > most)
 
 
 def _range_shown(run):

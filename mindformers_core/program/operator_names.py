@@ -184,10 +184,8 @@ def _numbered(named):
     seen, numbered = Counter(), []
     for name in named:
         keys = _label_keys(name)
-        labels = tuple(
-            replace(label, number=seen[key], count=totals[key]) for label, key in zip(name.labels, keys, strict=True)
-        )
-        numbered.append(replace(name, labels=labels))
+        labels = (replace(each, number=seen[key], count=totals[key]) for each, key in zip(name.labels, keys))
+        numbered.append(replace(name, labels=tuple(labels)))
         seen.update(keys)
     return numbered
 

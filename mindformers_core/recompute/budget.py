@@ -199,11 +199,12 @@ def rows_of(choice, names):
 
     Args:
         choice: a `Choice`.
-        names: key -> name of an instruction, as `"model.layers.0.mlp.silu"`. Equal names in consecutive layers share a
-            row, as `model.layers.0-7.mlp.silu`; rows of 0 bytes and 0 operations are left out.
+        names: key of an instruction -> its name, as `"model.layers.0.mlp.silu"`; without one it is a redistribution.
+            Equal names in consecutive layers share a row, as `model.layers.0-7.mlp.silu`; rows of 0 bytes and 0
+            operations are left out.
     """
     rows = []
-    for name, places in layers_together([names(part.key) for part in choice.parts]):
+    for name, places in layers_together([names.get(part.key, "a redistribution") for part in choice.parts]):
         inside = [choice.parts[place] for place in places]
         rows.append((name, sum(part.saved_bytes for part in inside), sum(part.flops for part in inside)))
     besides = choice.all_bytes - choice.saved_bytes - sum(nbytes for _, nbytes, _ in rows)

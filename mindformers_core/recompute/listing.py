@@ -1,5 +1,6 @@
 """`list_operators()`: names that patterns can select, with saved bytes; `write_curve()`: the choice of a budget."""
 
+from collections import Counter
 from dataclasses import dataclass
 
 from mindformers_core.analysis.prediction import saved_activations
@@ -42,10 +43,9 @@ class OperatorList(list):
     cells = ()
 
     def __str__(self):
-        rows = [("Cell", "class", "saved bytes")]
-        rows += [(entry.name, entry.operator, f"{entry.saved_bytes:,}") for entry in self.cells]
-        rows.append(("operator", "also called", "saved bytes"))
-        rows += [(entry.name, ", ".join(entry.others), f"{entry.saved_bytes:,}") for entry in self]
+        cells = [(entry.name, entry.operator, f"{entry.saved_bytes:,}") for entry in self.cells]
+        operators = [(entry.name, ", ".join(entry.others), f"{entry.saved_bytes:,}") for entry in self]
+        rows = [("Cell", "class", "saved bytes"), *cells, ("operator", "also called", "saved bytes"), *operators]
         rows.append(("together", "", f"{sum(entry.saved_bytes for entry in self):,}"))
         first, second, third = (max(map(len, column)) for column in zip(*rows))
         return "\n".join(f"{name:{first}}  {other:{second}}  {nbytes:>{third}}" for name, other, nbytes in rows)
@@ -66,17 +66,12 @@ def list_operators(cell, *inputs, **named_inputs):
         TypeError: `cell` isn't sharded.
     """
     frame = _plan(cell, inputs, named_inputs)
-    saved = {}
+    saved, cells, names = Counter(), Counter(), operator_names(frame)
     for tensor in saved_activations(frame, algorithm=algorithm_of):
-        saved[tensor.owner] = saved.get(tensor.owner, 0) + tensor.nbytes
-    listed = OperatorList(
-        ListedOperator(name.text, name.operator, saved.get(name.place.key, 0), _others(name))
-        for name in operator_names(frame)
-    )
-    cells = {}
+        saved[tensor.owner] += tensor.nbytes
+    listed = OperatorList(ListedOperator(e.text, e.operator, saved[e.place.key], _others(e)) for e in names)
     for key, path in called_cells(frame):
-        inside = sum(nbytes for other, nbytes in saved.items() if other[: len(key)] == key)
-        cells[path] = cells.get(path, 0) + inside
+        cells[path] += sum(nbytes for other, nbytes in saved.items() if other[: len(key)] == key)
     tree, root = tree_and_path(cell)
     paths = {path: joined_path(root, path) for path in cells if path}
     listed.cells = [ListedOperator(p, tree.classes[whole].__name__, cells[p]) for p, whole in paths.items()]
@@ -127,6 +122,5 @@ def write_curve(cell, path):
     if choice.problem:
         raise ValueError(choice.problem)
     write_whole(path, curve_picture(choice))
-    texts = operator_texts(frame)
-    head, *table = described(choice, lambda key: texts.get(key, "a redistribution"))
+    head, *table = described(choice, operator_texts(frame))
     return "\n".join([f"recompute, budget {policy.settings.budget:g}: {head}", *(f"  {line}" for line in table)])

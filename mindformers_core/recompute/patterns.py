@@ -40,21 +40,20 @@ class Segment:
     Attributes:
         text: the segment as written.
         name: the name, with wildcards; None for numbers of Cells in a list.
-        ranges: `(first, last)` pairs: the numbers, or those in brackets behind a name; None for a plain name.
+        numbers: the numbers, or those in brackets behind a name; None for a plain name.
     """
 
     text: str
     name: str | None
-    ranges: tuple | None = None
+    numbers: tuple | None = None
 
     def fits(self, part):
         """Whether the segment matches one Cell of a path, by its name, or an operator, by its `Label`s."""
         if not isinstance(part, str):
-            indexed = [each for each in part if self.ranges is None or _is_in(each.number, self.ranges)]
-            return any(map(self.fits_label, indexed))
+            return any(self.fits_label(each) for each in part if self.numbers is None or each.number in self.numbers)
         if self.name is None:
-            return bool(re.fullmatch("[0-9]+", part)) and _is_in(int(part), self.ranges)
-        return self.ranges is None and fnmatchcase(part, self.name)
+            return bool(re.fullmatch("[0-9]+", part)) and int(part) in self.numbers
+        return self.numbers is None and fnmatchcase(part, self.name)
 
     def fits_label(self, label):
         """Whether the name, without an index, matches a `Label`."""
@@ -183,7 +182,7 @@ def _numbers(pattern, names, reached, chosen):
             lists = {path[:-1] for path in on_the_way if place + 1 in reached[path]}
             beside = {path[-1] for path in reached if path and path[:-1] in lists}
             found.append((place, sorted(int(number) for number in beside if number.isdigit())))
-        elif segment.ranges is not None:
+        elif segment.numbers is not None:
             labels = [label for path, name in names if place in reached[path] for label in name.labels]
             found.append((place, list(range(max((e.count for e in labels if segment.fits_label(e)), default=0)))))
     return found
@@ -200,20 +199,18 @@ def check_found(where, pattern, found):
     is_there, there, missing = any(each.matched for each in found), "", ""
     for place, segment in enumerate(pattern.segments):
         known = {number for each in found for number in dict(each.numbers).get(place, ())}
-        wanted = {number for first, last in segment.ranges or () for number in range(first, last + 1)}
-        if known and wanted - known:
-            missing = f", not {quoted(ranges_shown(wanted - known))}"
+        lacking = {*(segment.numbers or ())} - known
+        if known and lacking:
+            missing = f", not {quoted(ranges_shown(lacking))}"
             there = f"{_shown_until(pattern, place)} are {quoted(ranges_shown(known))}"
             if segment.name is not None:
                 there = f"a call of a Cell has {len(known)} of {segment.name!r} at most"
             break
     hint = "; patterns are no regular expressions: docs/recompute.md" if _SIGNS.search(pattern.text) else ""
-    if not is_there:
-        raise ValueError(
-            f"{where}: {pattern.text!r} matches no Cell or operator: {there or what_is_there(pattern, found)}{hint}"
-        )
-    if missing:
-        raise ValueError(f"{where}: {pattern.text!r} is only partly there: {there}{missing}")
+    nothing = f"matches no Cell or operator: {there or what_is_there(pattern, found)}{hint}"
+    if missing or not is_there:
+        partly = f"is only partly there: {there}{missing}"
+        raise ValueError(f"{where}: {pattern.text!r} {partly if is_there else nothing}")
 
 
 def what_is_there(pattern, found):
@@ -221,7 +218,9 @@ def what_is_there(pattern, found):
     furthest = max(each.reached for each in found)
     below = dict.fromkeys(name for each in found if each.reached == furthest for name in each.below)
     wanted = pattern.segments[furthest].text if furthest < len(pattern.segments) else ""
-    return f"{_shown_until(pattern, furthest)} are {_listed(below)}{nearest(wanted, below)}"
+    shown = ranges_shown({int(name) for name in below if name.isdecimal()})
+    shown = quoted([*shown, *(name for name in below if not name.isdecimal())], _SHOWN) or "no names"
+    return f"{_shown_until(pattern, furthest)} are {shown}{nearest(wanted, below)}"
 
 
 def _shown_until(pattern, end):
@@ -237,17 +236,6 @@ def _parts(path):
 def _beginnings(paths):
     """The paths of `a.b`, which are `a` and `a.b`, and of others, without repetitions: shorter ones first."""
     return dict.fromkeys(path[: end + 1] for path in paths for end in range(len(path)))
-
-
-def _listed(known):
-    """The first few names; numbers among them as ranges."""
-    shown = ranges_shown({int(name) for name in known if name.isdecimal()})
-    shown += [name for name in known if not name.isdecimal()]
-    return quoted(shown[:_SHOWN]) + (", …" if len(shown) > _SHOWN else "") if shown else "no names"
-
-
-def _is_in(number, ranges):
-    return any(first <= number <= last for first, last in ranges)
 
 
 def _segment(part, place, is_last):

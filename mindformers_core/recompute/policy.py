@@ -73,10 +73,8 @@ class ChosenActivations(ActivationPolicy):
         program = NamedProgram(frame, path, self.layers, algorithm_of, not self.tree.storage.takes_gradients)
         if not path:
             self._summary = stage_summary(self.settings, self.swapping, self.layers, self.tree.cells, program)
-        # patterns may match nothing where they are for other stages, were all found before, or in evaluation
-        if not (path or self.is_part or self._has_matched or not frame.graph.training):
-            check_stages(self.settings, self.swapping, [self._summary])
-            self._has_matched = True
+            if frame.graph.training:  # in evaluation patterns may match nothing
+                self._check_matches()
         if compiled is not None:
             return self._compiled_frame(program, compiled)
         swapped = swapped_keys(self.swapping, program)
@@ -115,8 +113,7 @@ class ChosenActivations(ActivationPolicy):
 
     def _check_compilable(self):
         check_compilable(self.settings, self.swapping)
-        if self._gaps:
-            around, inner = self._gaps[0]
+        for around, inner in self._gaps:
             raise ValueError(
                 f"recompute.exclude: Cell '{inner}' lies in '{around}', which is recomputed, but compiled functions "
                 "can only recompute whole Cells: select the Cells beside it, or run in PyNative (recipe: "
@@ -134,9 +131,7 @@ class ChosenActivations(ActivationPolicy):
             if program.frame.graph.training:
                 self._summary["short"] = [choice.least_bytes, choice.all_bytes] if choice.problem else None
             if not choice.problem:
-                names = {name.place.key: name.text for name in program.names}
-                lines = described(choice, lambda key: names.get(key, "a redistribution"))
-                label = self.tree.label(program.path)
+                label, lines = self.tree.label(program.path), described(choice, program.texts)
                 _LOG.info("%s, within budget %s:\n%s", label, self.settings.budget, "\n".join(lines))
         places = [place for place in program.places if place.key in keys]
         self._recomputed |= {joined_path(program.path, place.path) for place in places}
@@ -158,7 +153,12 @@ class ChosenActivations(ActivationPolicy):
         choice = None if program is None else self.choices.get(program.frame)
         if choice is not None and choice.problem:
             raise ValueError(choice.problem)
-        if self._summary["found"] is not None and not (self.is_part or self._has_matched):
+        if self._summary["found"] is not None:
+            self._check_matches()
+
+    def _check_matches(self):
+        """Check patterns, unless they may be for other stages, or were all found before."""
+        if not (self.is_part or self._has_matched):
             check_stages(self.settings, self.swapping, [self._summary])
             self._has_matched = True
 

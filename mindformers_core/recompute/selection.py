@@ -5,7 +5,7 @@ from functools import cached_property
 from mindformers_core.analysis.prediction import Prediction
 from mindformers_core.analysis.views import is_cast_to_its_dtype
 from mindformers_core.operators.registry import facts_of
-from mindformers_core.program.operator_names import operator_names, operator_texts
+from mindformers_core.program.operator_names import operator_names
 from mindformers_core.program.plan import (
     CallPlan,
     OperatorPlan,
@@ -32,6 +32,7 @@ class NamedProgram:
         frame, path, layers, algorithm: the arguments.
         places: its `Instruction`s in order.
         names: its `OperatorName`s.
+        texts: key of an instruction -> its name as text.
         cells: `(key, path from the root)` of each call of a Cell.
         closed: keys of calls of Cells with a custom `bprop`.
         prediction: its `Prediction`.
@@ -40,6 +41,7 @@ class NamedProgram:
     def __init__(self, frame, path="", layers=None, algorithm=None, arguments_need=True):
         self.frame, self.path, self.layers, self.algorithm = frame, path, layers or {}, algorithm
         self.places, self.names = operators_in_order(frame), operator_names(frame, path)
+        self.texts = {name.place.key: name.text for name in self.names}
         self.cells = [(key, joined_path(path, inner)) for key, inner in called_cells(frame)]
         self.closed = {place.key for place in self.places if isinstance(place.entry, CallPlan)}
         self.prediction = Prediction(frame, algorithm, arguments_need)
@@ -63,7 +65,7 @@ class NamedProgram:
         """
         found = self.match(request)
         if request.kind != "recompute":
-            keys = self.inside((*found.cells, *found.operators))
+            keys = self.inside((*found.cells, *found.operators)) - (self.closed if request.kind == "swap" else set())
         elif request.pattern and found.cells and self.closed.issuperset(found.cells):
             raise ValueError(
                 f"{request.where}: {request.pattern.text!r} selects Cells with a bprop of their own, which keep what "
@@ -72,8 +74,6 @@ class NamedProgram:
         else:
             open_cells = [self.prediction.cell_keys(key) for key in found.cells if key not in self.closed]
             keys = {*found.operators}.union(*open_cells)
-        if request.kind == "swap":
-            keys = keys - self.closed
         return keys if request.layers is True else keys & self.inside(self._calls(request.layers))
 
     def inside(self, roots):
@@ -147,11 +147,8 @@ def _parameters_among(place, values):
 def _state_keys(program):
     """Keys of the instructions that write Parameters, or read them: there are other values later on."""
     written = set().union(*map(written_by, program.places))
-    taken = {
-        place.key: _parameters_among(place, [value for value, _ in place.entry.consumed])
-        for place in (program.places if written else ())
-    }
-    return {key for key, paths in taken.items() if paths & written}
+    places = program.places if written else ()
+    return {p.key for p in places if written & _parameters_among(p, [value for value, _ in p.entry.consumed])}
 
 
 def _can_run_again(place):
@@ -183,8 +180,8 @@ def swapped_keys(settings, program):
         found |= dict.fromkeys(program.keys(request), request.backward_prefetch)
     inner = program.prediction.cell_keys(()) if found else ()
     places = [place for place in program.places if place.key in found and place.key in inner]
-    same = [place for place in places if isinstance(place.entry, OperatorPlan)]  # return their input, perhaps a weight
-    same = {place.key for place in same if is_cast_to_its_dtype(place.entry.node)}
+    made = [place for place in places if isinstance(place.entry, OperatorPlan)]
+    same = {place.key for place in made if is_cast_to_its_dtype(place.entry.node)}  # their input, perhaps a weight
     return {place.key: found[place.key] for place in places if place.key not in same}
 
 
@@ -199,17 +196,17 @@ def check_apart(settings, swapping, program, both, label):
     """
     if not both:
         return
-    texts = operator_texts(program.frame, program.path)
-    key = next((key for key in both if key in texts), both[0])
+    key = next((key for key in both if key in program.texts), both[0])
     asked = [each for each in (*settings.requests, *swapping.requests) if each.kind != "exclude"]
-    who = " and ".join(
+    names = [
         f"recompute.select {each.pattern.text!r}" if each.kind == "recompute" and each.pattern else each.where
         for each in asked
         if key in program.keys(each)
-    )
+    ]
     raise ValueError(
-        f"{texts.get(key, 'a redistribution')} of {label} is recomputed and swapped, by {who}: what is computed again "
-        "isn't kept, neither here nor on the host: choose one of the two (exclude takes it out of what is recomputed)"
+        f"{program.texts.get(key, 'a redistribution')} of {label} is recomputed and swapped, by {' and '.join(names)}: "
+        "what is computed again isn't kept, neither here nor on the host: choose one of the two (exclude takes it out "
+        "of what is recomputed)"
     )
 
 

@@ -84,39 +84,33 @@ class RecomputeSettings:
 
     def __post_init__(self):
         is_off = self.full is False and not self.select and self.budget is None
-        _put(self, full=False if is_off else layer_numbers(self.full, "full"))
-        _put(self, select=_patterns(self.select, "select"), exclude=_patterns(self.exclude, "exclude"))
-        _check_flag(self.mp_comm_recompute, "mp_comm_recompute")
+        vars(self)["full"] = False if is_off else layer_numbers(self.full, "full")  # frozen: no other way
+        vars(self).update(select=_patterns(self.select, "select"), exclude=_patterns(self.exclude, "exclude"))
+        _check_type(self.mp_comm_recompute, bool, "mp_comm_recompute: {} should be true or false")
         if self.parallel_optimizer_comm_recompute is not None:
-            _check_flag(self.parallel_optimizer_comm_recompute, "parallel_optimizer_comm_recompute")
+            gathers = self.parallel_optimizer_comm_recompute
+            _check_type(gathers, bool, "parallel_optimizer_comm_recompute: {} should be true or false")
         if self.budget is not None:
-            self._check_budget()
-        idle = {
-            "exclude": bool(self.exclude),
-            "mp_comm_recompute": not self.mp_comm_recompute,
-            "parallel_optimizer_comm_recompute": self.parallel_optimizer_comm_recompute is False,
-        }
-        for name in idle if not self.is_on and self.full is not False else ():
-            if idle[name]:
-                given = getattr(self, name)
+            _check_type(self.budget, Real, f"budget: {{}} has to be {_BUDGET}")
+            if not 0 < self.budget <= 1:
+                raise ValueError(f"budget: {self.budget!r} has to be {_BUDGET}")
+        for name in ("full", "select") if self.budget is not None else ():
+            if getattr(self, name):
                 raise ValueError(
-                    f"{name}: {list(given) if name == 'exclude' else given} is about what is recomputed, but nothing "
-                    "is: give full, select or budget, or leave it out"
+                    f"budget: {self.budget} chooses what is recomputed, but {name} says it, too ({self.shown(name)}): "
+                    "give one of the two; exclude can stand beside either"
+                )
+        for name in ("exclude", "mp_comm_recompute", "parallel_optimizer_comm_recompute"):
+            if getattr(self, name) not in ((), None, True) and not self.is_on and self.full is not False:
+                raise ValueError(
+                    f"{name}: {self.shown(name)} is about what is recomputed, but nothing is: give full, select or "
+                    "budget, or leave it out"
                 )
 
-    def _check_budget(self):
-        budget = self.budget
-        if isinstance(budget, bool) or not isinstance(budget, Real):
-            raise TypeError(f"budget: {budget!r} ({type(budget).__name__}) has to be {_BUDGET}")
-        if not 0 < budget <= 1:
-            raise ValueError(f"budget: {budget!r} has to be {_BUDGET}")
-        for name in ("full", "select"):
-            if given := getattr(self, name):
-                shown = list(given) if isinstance(given, tuple) else given
-                raise ValueError(
-                    f"budget: {budget} chooses what is recomputed, but {name} says it, too ({shown}): give one of the "
-                    "two; exclude can stand beside either"
-                )
+    def shown(self, name):
+        """What was given for a key, for errors."""
+        given = getattr(self, name)
+        return list(given) if isinstance(given, tuple) else given
 
     @property
     def requests(self):
@@ -190,7 +184,7 @@ class SwapSettings:
     def __post_init__(self):
         prefetch = _prefetch(self.default_prefetch, "default_prefetch")
         if self.swap is not None:
-            _check_flag(self.swap, "swap")
+            _check_type(self.swap, bool, "swap: {} should be true or false")
         layers = _swaps(LayerSwap, self.layer_swap, "layer_swap", prefetch)
         operators = _swaps(OperatorSwap, self.op_swap, "op_swap", prefetch)
         if self.swap is None and not layers and not operators and prefetch != 1:
@@ -201,7 +195,7 @@ class SwapSettings:
         if is_short:
             operators = (OperatorSwap(DEFAULT_OP_SWAP, True, prefetch),)
         is_on = bool(layers or operators) if self.swap is None else self.swap
-        _put(self, swap=is_on, layer_swap=layers, op_swap=operators, is_short=is_short)
+        vars(self).update(swap=is_on, layer_swap=layers, op_swap=operators, is_short=is_short)
 
     @property
     def is_on(self):
@@ -224,8 +218,7 @@ def check_compilable(settings, swapping):
         "recompute.mp_comm_recompute: false": settings.is_on and not settings.mp_comm_recompute,
         "swap": swapping.is_on,
     }
-    wrong = next((key for key in asked if asked[key]), None)
-    if wrong is not None:
+    for wrong in [key for key in asked if asked[key]]:
         raise ValueError(
             f"{wrong}: compiled functions can only recompute whole Cells: use recompute.full, or recompute.select with "
             f"patterns of Cells, or run in PyNative (recipe: context.mode: 1)"
@@ -265,16 +258,13 @@ def layer_numbers(given, where):
     Raises:
         TypeError, ValueError: other values, or a duplicate layer; the message begins with `where`.
     """
-    if given is None or given is False:
-        return None
-    if given is True:
-        return True
+    if given is None or isinstance(given, bool):
+        return given or None
     parts = [given] if isinstance(given, str) else given
     if not isinstance(parts, (list, tuple)) or not all(type(part) in (int, str) for part in parts):
         raise TypeError(f"{where}: {given!r} should be {LAYERS_FORMS}")
     with errors_at(f"{where}: ", f": give {LAYERS_FORMS}"):
-        ranges = [pair for part in parts for pair in parse_ranges(str(part))]
-    numbers = [number for first, last in ranges for number in range(first, last + 1)]
+        numbers = [number for part in parts for number in parse_ranges(str(part))]
     if not numbers:
         raise ValueError(f"{where}: {given!r} has no layer in it: give {LAYERS_FORMS}, or leave it out")
     if len(numbers) != len(set(numbers)):
@@ -338,17 +328,12 @@ def _swaps(kind, given, key, default_prefetch):
 
 
 def _prefetch(given, where):
-    if type(given) is not int:
-        raise TypeError(f"{where}: {given!r} ({type(given).__name__}) should be a whole number of tensors")
+    _check_type(given, int, f"{where}: {{}} should be a whole number of tensors")
     check_range(given, {"at_least": 1, "at_most": 10**6}, where)
     return given
 
 
-def _check_flag(given, where):
-    if not isinstance(given, bool):
-        raise TypeError(f"{where}: {given!r} ({type(given).__name__}) should be true or false")
-
-
-def _put(settings, **values):
-    for name, value in values.items():
-        object.__setattr__(settings, name, value)
+def _check_type(given, kind, message):
+    """Raise `TypeError` with a message, in which `{}` stands for what was given, for another type."""
+    if not isinstance(given, kind) or isinstance(given, bool) != (kind is bool):
+        raise TypeError(message.replace("{}", f"{given!r} ({type(given).__name__})", 1))

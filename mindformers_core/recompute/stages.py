@@ -9,11 +9,12 @@ from mindformers_core.program.name_ranges import cells_together, quoted
 from mindformers_core.recompute.budget import out_of_reach
 from mindformers_core.recompute.patterns import Found, check_found, match, what_is_there
 from mindformers_core.recompute.selection import asked_keys
+from mindformers_core.scopes import errors_at
 
 _SHOWN = 5  # Cells in an error
 
 
-def stage_summary(settings, swapping, layers, paths=(), program=None, short=None):
+def stage_summary(settings, swapping, layers, paths=(), program=None):
     """Summary of a stage for the other stages, as JSON values.
 
     Args:
@@ -21,20 +22,17 @@ def stage_summary(settings, swapping, layers, paths=(), program=None, short=None
         layers: the result of `layers_of`.
         paths: paths of all Cells of the stage.
         program: the `NamedProgram` of the stage's last program; None before the first one.
-        short: `(least bytes, all bytes)` of a training program that can't reach the budget; else None.
+
+    Returns:
+        A dict; its `"short"` is for `[least bytes, all bytes]` of a training program that can't reach the budget.
     """
-    found = program and {
-        _name_of(each): [program.match(each).found, bool(program.keys(each))]
-        for each in (*settings.requests, *swapping.requests)
-    }
-    chosen = program and asked_keys("recompute", settings, program)
-    return {
-        "layers": [[number, path] for number in sorted(layers) for path in layers[number]],
-        "paths": list(paths),
-        "found": found,
-        "chosen": program and [len(chosen), len(chosen - asked_keys("exclude", settings, program))],
-        "short": short and list(short),
-    }
+    numbered = [[number, path] for number in sorted(layers) for path in layers[number]]
+    summary = {"layers": numbered, "paths": list(paths), "found": None, "chosen": None, "short": None}
+    if program is not None:
+        requests, chosen = (*settings.requests, *swapping.requests), asked_keys("recompute", settings, program)
+        summary["found"] = {_name_of(each): [program.match(each).found, bool(program.keys(each))] for each in requests}
+        summary["chosen"] = [len(chosen), len(chosen - asked_keys("exclude", settings, program))]
+    return summary
 
 
 def _name_of(request):
@@ -55,21 +53,17 @@ def check_stages(settings, swapping, summaries):
         summaries: `stage_summary` of each pipeline stage, ascending; None for a stage without settings.
     """
     known = [summary for summary in summaries if summary is not None]
-    try:
-        requests = [*settings.requests, *swapping.requests]
+    requests, elsewhere = [*settings.requests, *swapping.requests], ""
+    if len(known) < len(summaries):
+        stages = [stage for stage, summary in enumerate(summaries) if summary is not None]
+        elsewhere = f"; looked for on stages {stages} of {len(summaries)}: "
+        elsewhere += "recompute() or swap() was called with no other"
+    with errors_at("", elsewhere):
         _check_layers(requests, known, is_whole=len(summaries) == 1)
         if all(summary["found"] is not None for summary in known):
             _check_matches(requests, [summary["found"] for summary in known])
             _check_not_idle(settings, [summary["chosen"] for summary in known])
-    except ValueError as error:
-        if len(known) == len(summaries):
-            raise
-        stages = [stage for stage, summary in enumerate(summaries) if summary is not None]
-        raise ValueError(
-            f"{error}; looked for on stages {stages} of {len(summaries)}: recompute() or swap() was called with no "
-            "other"
-        ) from None
-    short = {stage: each["short"] for stage, each in enumerate(summaries) if each is not None and each["short"]}
+    short = {stage: each["short"] for stage, each in enumerate(summaries) if each and each["short"]}
     if settings.budget is not None and short:
         stage = max(short, key=lambda stage: short[stage][0] / short[stage][1])
         raise ValueError(out_of_reach(settings.budget, *short[stage], f" on stage {stage}", "all stages"))
@@ -90,31 +84,25 @@ def _check_layers(requests, known, is_whole):
                 "layers by their number in the model, give true for all, or name them in a pattern"
             )
         if not layers and (numbers or each.pattern is None):
-            instead = f"; its Cells are {_shown(paths)}, which select can name in patterns" if paths else ""
+            names = quoted(cells_together(dict.fromkeys(paths)), _SHOWN)
+            instead = f"; its Cells are {names}, which select can name in patterns" if names else ""
             raise ValueError(
                 f"{where}: the model has no layers, Cells in a CellList or CellDict, or in a SequentialCell with more "
                 f"in it than single Cells of MindSpore, such as Dense and GELU{instead}"
             )
-        missing = next((number for number in numbers if number not in layers), None)
-        if missing is not None:
+        for missing in [number for number in numbers if number not in layers]:
             raise ValueError(
                 f"{where}: there is no layer {missing}: the layers are {min(layers)} to {max(layers)}, "
-                f"{_shown(inside)}{nearest(str(missing), list(map(str, layers)))}"
+                f"{quoted(cells_together(inside), _SHOWN)}{nearest(str(missing), list(map(str, layers)))}"
             )
-
-
-def _shown(paths):
-    """The first few Cells, with consecutive layers as one range."""
-    together = cells_together(dict.fromkeys(paths))
-    return quoted(together[:_SHOWN]) + ", …" * (len(together) > _SHOWN)
 
 
 def _check_matches(requests, found):
     """Raise `ValueError` for a pattern, or a number in it, that no stage has, and for one with none in its layers."""
     for each in requests:
         if each.pattern is not None:
-            there = [summary[_name_of(each)] for summary in found if _name_of(each) in summary]
-            check_found(each.where, each.pattern, [Found(*match) for match, _ in there])
+            there = [stage[_name_of(each)] for stage in found if _name_of(each) in stage]
+            check_found(each.where, each.pattern, [Found(*summary) for summary, _ in there])
             if each.layers is not True and not any(is_in_layers for _, is_in_layers in there):
                 selected = f"nothing that {each.pattern.text!r} selects"
                 raise ValueError(f"{each.where}.layers: {selected} is in layers {list(each.layers)}")
@@ -124,9 +112,7 @@ def _check_not_idle(settings, chosen):
     """Raise `ValueError` where all that should be recomputed is excluded; `chosen`: with it and without, by stage."""
     asked, left = map(sum, zip(*chosen))
     if asked and not left:
-        given = {"full": settings.full, "select": settings.select}
-        shown = {key: list(value) if isinstance(value, tuple) else value for key, value in given.items()}
-        asked = " and ".join(f"{key} ({value})" for key, value in shown.items() if value)
+        asked = " and ".join(f"{key} ({settings.shown(key)})" for key in ("full", "select") if settings.shown(key))
         raise ValueError(
             f"recompute.exclude: {list(settings.exclude)} takes out all that is asked for by {asked}, so nothing is "
             "recomputed: exclude less, or leave recompute out"
