@@ -230,13 +230,16 @@ def _sparse_cross_entropy(operator, args, context):
         return _mean(operator, args, context)
     local, absent = found_here(labels, logits.shape[1], classes)
     logarithms = ops.gather_elements(_log_softmax(None, (logits, 1), classes), 1, ops.expand_dims(local, 1))
-    count = logits.shape[0] * context.count // classes.count
-    return ops.sum(zero_where(ops.expand_dims(absent, 1), logarithms)) / -count
+    mean = ops.mean(zero_where(ops.expand_dims(absent, 1), logarithms))  # a sum may be out of range in half precision
+    return mean / -(context.count // classes.count)
 
 
 def _likelihood(operator, args, context):
     """As a part of the examples and classes gives it: a label that another part has is to be ignored."""
     logits, labels, weight, reduction, ignored = args
+    if reduction == 1 and dtype_name(logits.dtype) in ("float16", "bfloat16"):  # a mean may be in range, its sum not
+        wide = ops.cast(logits, mstype.float32), labels, ops.cast(weight, mstype.float32), reduction, ignored
+        return tuple(ops.cast(each, logits.dtype) for each in _likelihood(operator, wide, context))
     place = min(1, logits.ndim - 1)
     classes = context.along(place)
     if classes.axes:
