@@ -15,7 +15,7 @@ from simulated_ranks import collect, distribute, run_forward
 
 from mindformers_core.capture.algorithm_graph import algorithm_graph
 from mindformers_core.capture.capture import capture
-from mindformers_core.dtensor.corrected import CORRECTED
+from mindformers_core.dtensor.corrected import padded
 from mindformers_core.dtensor.distributed_operators import ALGORITHMS
 from mindformers_core.layout import Layout, layout
 from mindformers_core.mesh import init_device_mesh
@@ -90,7 +90,7 @@ def run(node, known):
     if node.operator == "Embedding":  # without a kernel on CPU
         results = ops.gather(args[1], args[0], 0)
     elif node.operator == "ConstantPadND":
-        results = CORRECTED[node.operator](*args)
+        results = padded(*args)
     elif facts_of(node.operator).attributes and node.primitive is not None:
         kind = getattr(import_module(node.primitive.module), node.operator)
         numbers = facts_of(node.operator).numbers  # which the primitive takes as tensors

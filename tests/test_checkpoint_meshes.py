@@ -82,7 +82,12 @@ def saved(tmp_path_factory):
     return folder, size
 
 
-@pytest.mark.parametrize("target", MESHES)
+NIGHTLY = ("zero_1", "pp_of_uneven_stages_tp")  # as targets; all others load from them daily
+
+
+@pytest.mark.parametrize(
+    "target", [pytest.param(name, marks=[pytest.mark.nightly] * (name in NIGHTLY)) for name in MESHES]
+)
 def test_every_mesh_loads_from_every_mesh(saved, target):
     """64 pairs: all parameters and moments bit by bit; each rank reads what it needs, and all is verified."""
     folder, size = saved

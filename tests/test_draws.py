@@ -131,7 +131,13 @@ def numbers(draw, mode, seeded):
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize(("name", "draw"), EVERY, ids=[f"{place}.{name}" for place, (name, _) in enumerate(EVERY)])
+@pytest.mark.parametrize(
+    ("name", "draw"),
+    [
+        pytest.param(*each, id=f"{place}.{each[0]}", marks=[pytest.mark.nightly] * (place % 2))
+        for place, each in enumerate(EVERY)
+    ],
+)
 def test_all_modes_draw_the_same_numbers(name, draw):
     first, second = numbers(draw, "generated", True)
     assert np.abs(first - second).max() > 0

@@ -110,7 +110,10 @@ def test_random_recipes(seed):
 
 
 def check_sizes(large, small):
-    """Assert that unequal sizes are unequal, and that what the mesh doesn't divide it doesn't divide."""
+    """Assert that unequal sizes are unequal, and that what the mesh doesn't divide it doesn't divide.
+
+    Equal sizes are equal, except for the sequence's, which may be an odd one.
+    """
     keys = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     pairs = [(getattr(large.model, key), getattr(small.model, key)) for key in keys]
     pairs.append((large.train_dataset.seq_length, small.train_dataset.seq_length))
@@ -119,7 +122,8 @@ def check_sizes(large, small):
         for divisor in (large.parallelism.tensor_parallel, large.parallelism.data_parallel_shard):
             assert one % divisor == 0 or other % divisor
         for third, fourth in pairs:
-            assert (one == third) == (other == fourth), pairs
+            assert one == third or other != fourth, pairs
+    assert all(other == fourth for one, other in pairs[:-1] for third, fourth in pairs[:-1] if one == third), pairs
 
 
 @pytest.mark.nightly
@@ -243,8 +247,6 @@ def test_what_can_not_shrink_is_an_error_that_names_the_way_out():
     recipe = recipe_from_dict({"model": sections, "train_dataset": data, "parallelism": {"data_parallel_shard": 2}})
     with pytest.raises(ValueError, match=r"no small sizes with the same plan \(it has 64 features\): .* --full$"):
         shrunk_recipe(recipe)
-    with pytest.raises(ValueError, match="context.engine: eager has no programs"):
-        shrunk_recipe(replace(recipe, context=replace(recipe.context, engine="eager")))
 
 
 def altered(frame, target, index, change):

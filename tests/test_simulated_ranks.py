@@ -8,7 +8,7 @@ import pytest
 from mindspore import Tensor
 
 from mindformers_core.communication.groups import make_group
-from mindformers_core.communication.simulated import SimulatedCollective, SimulatedRanks, make_transport
+from mindformers_core.communication.simulated import SimulatedCollective, SimulatedRanks, SimulatedTransport
 from mindformers_core.communication.world import rank_of, world
 from mindformers_core.mesh import DeviceMesh
 
@@ -47,7 +47,7 @@ def test_collectives_of_simulated_ranks(axes, dtype):
 
 def test_ranks_that_wait_for_each_other_are_named():
     def work(rank):
-        make_transport(0).receive((rank + 1) % 2)
+        SimulatedTransport(world()).receive((rank + 1) % 2)
 
     with pytest.raises(RuntimeError, match="rank 0 in a message from rank 1; rank 1 in a message from rank 0"):
         SimulatedRanks(2).run(work)
@@ -58,7 +58,7 @@ def test_a_rank_that_ends_early_is_waited_for():
         if rank < 5:
             SimulatedCollective(make_group(MESH, ("tp",)), "all_reduce", "sum")(Tensor(np.ones(3)))
 
-    waits = r"rank 3 in all_reduce over tp of float64 \[3\], number 1 over tp \(ranks 3, 4, 5\); rank 4 in all_reduce"
+    waits = r"rank 3 in all_reduce over tp of float64 \[3\] \('sum',\), number 1 over tp \(ranks 3, 4, 5\); rank 4 in"
     with pytest.raises(RuntimeError, match=waits):
         SimulatedRanks(6).run(work)
 
@@ -91,7 +91,7 @@ def test_a_rank_that_exits_ends_all():
     def work(rank):
         if rank == 1:
             sys.exit(3)
-        make_transport(0).receive(1)
+        SimulatedTransport(world()).receive(1)
 
     with pytest.raises(SystemExit, match="rank 1: 3"):
         SimulatedRanks(2).run(work)

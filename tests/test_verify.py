@@ -249,25 +249,6 @@ def test_an_operator_that_computes_something_else_than_its_source(monkeypatch):
     assert "a result by the model's own code; one card's is the captured program's" in check.report()
 
 
-class _Modes(nn.Cell):
-    def __init__(self):
-        super().__init__()
-        self.inner, self.drop = nn.Dense(4, 4), nn.Dropout(p=0.5)
-
-    def construct(self, x):
-        return self.drop(self.inner(x)) if self.training else ops.silu(self.inner(x))
-
-
-def test_evaluation_is_compared_where_it_differs(monkeypatch):
-    monkeypatch.setitem(registry._FACTS, "SiLU", replace(registry._FACTS["SiLU"], source="ops.relu(input)"))
-    operator_source._form.cache_clear()
-    try:
-        check = verify(_Modes().set_train(), DeviceMesh((2,), ("dp",)), Tensor(array(2, 4)))
-    finally:
-        operator_source._form.cache_clear()
-    assert "a result by the model's own code" in check.report() and "in evaluation, after" in check.report()
-
-
 def test_what_verify_takes():
     net, mesh = cell_of(lambda self, x: self.inner(x), inner=nn.Dense(4, 4)), DeviceMesh((2,), ("dp",))
     for given, plan, text in ((4, None, "not 4"), (DeviceMesh((2,), ("dp",), (4, 5)), None, "from 0 on")):

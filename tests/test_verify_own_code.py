@@ -1,4 +1,6 @@
-"""`verify()` of models that are compared with their own code: of Cells with a `bprop`, and of `local_map`."""
+"""`verify()` of models that are compared with their own code: Cells with a `bprop`, `local_map`, evaluation."""
+
+from dataclasses import replace
 
 import pytest
 from mindspore import Tensor, nn, ops
@@ -8,8 +10,10 @@ from small_zero import array
 from mindformers_core import local_map, shard, verify
 from mindformers_core.communication import AllReduce
 from mindformers_core.communication.world import process_state, world
+from mindformers_core.generation import operator_source
 from mindformers_core.layout import Layout, layout
 from mindformers_core.mesh import DeviceMesh
+from mindformers_core.operators import registry
 
 IN, WHOLE_RESULT = (layout("dp", "tp"), layout(None, "tp")), layout("dp", None)
 MESH = DeviceMesh((2, 2), ("dp", "tp"))
@@ -82,3 +86,22 @@ def test_a_partial_result_of_local_map_that_is_declared_whole(function):
     for _ in range(2):  # what was compared in one world is compared in the next one, too
         with pytest.raises(ValueError, match="result 0 of local_map.*the same along .*tp, but rank"):
             verify(net, MESH, Tensor(array(4, 8)))
+
+
+class _Modes(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.drop = nn.Dense(4, 4), nn.Dropout(p=0.5)
+
+    def construct(self, x):
+        return self.drop(self.inner(x)) if self.training else ops.silu(self.inner(x))
+
+
+def test_evaluation_is_compared_where_it_differs(monkeypatch):
+    monkeypatch.setitem(registry._FACTS, "SiLU", replace(registry._FACTS["SiLU"], source="ops.relu(input)"))
+    operator_source._form.cache_clear()
+    try:
+        check = verify(_Modes().set_train(), DeviceMesh((2,), ("dp",)), Tensor(array(2, 4)))
+    finally:
+        operator_source._form.cache_clear()
+    assert "a result by the model's own code" in check.report() and "in evaluation, after" in check.report()

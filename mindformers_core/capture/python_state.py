@@ -127,7 +127,8 @@ class PythonReads:
 
     def __init__(self, running, error):
         self._running, self._error = running, error
-        self._guards = {}  # see `_read`
+        # (id, type of `get`) -> (holder, its `get`, {name: (value, Read)}); of a container (it, None, (parts, Reads))
+        self._guards = {}
         self._objects = {}  # id -> (object whose attributes code may read, its description)
         self.asked, self._codes, self._names = {}, set(), {}  # names in code that has run -> this code
         self._inner = set()  # code of functions that are made by code that has run
@@ -197,18 +198,18 @@ class PythonReads:
         for one, get, entries in self._guards.values():
             if get or not isinstance(one, _FIXED):
                 current = partial(map, get, tuple(entries), repeat(_MISSING)) if get else partial(_parts, one)
-                groups.append((current, *zip(*entries.values())))
+                groups.append((current, *(zip(*entries.values()) if get else entries)))
         return PythonState(tuple(groups), tuple(writes))
 
     def _enter(self, frame):
         """Code of the user's runs for the first time."""
         code, space = frame.f_code, frame.f_globals
         for name in code.co_names:
-            read = Read(self._running(), code, name, name)
             if name in space:
-                self._read(space, space.get, name, space[name], read)
-            else:
-                self.consider(sys.modules.get(name), read)  # which the code itself imports
+                self._read(space, space.get, name, space[name], Read(self._running(), code, name, name))
+        for name in [each.argval for each in dis.get_instructions(code) if each.opname == "IMPORT_NAME"]:
+            for module in (name, f"{space.get('__package__')}.{name}".rstrip(".")):
+                self.consider(sys.modules.get(module), Read(self._running(), code, name, module))
         if not {"getenv", "environ"}.isdisjoint(code.co_names):
             self.consider(os.environ, Read(self._running(), code, "getenv", "os.environ"))
         for name in () if code in self._inner else code.co_freevars:  # of those inside the variables are made anew
@@ -224,8 +225,7 @@ class PythonReads:
             self._attributes(one, what, new)
 
     def _read(self, holder, get, name, value, read):
-        """Guard a value that a holder has under a name, by its function `get(name, default)`, or as one of its parts
-        (`get` is None), and read on."""
+        """Guard a value that a holder has under a name, by its function `get(name, default)`, and read on."""
         entries = self._guards.setdefault((id(holder), type(get)), (holder, get, {}))[2]
         if name not in entries:
             entries[name] = value, read
@@ -238,8 +238,10 @@ class PythonReads:
         parts, has_attributes = _parts(value), hasattr(value, "__dict__") or hasattr(value, "__slots__")
         if parts is None and isinstance(value, Iterator) and not hasattr(value, "__dict__"):
             raise self._error(f"{read.what} is {value!r}, which gives something else at every call: {CURES}")
-        for place, part in enumerate(parts or ()):
-            self._read(value, None, place, part, read)
+        if parts and (id(value), type(None)) not in self._guards:
+            self._guards[id(value), type(None)] = value, None, (parts, repeat(read))
+            for part in parts:
+                self.consider(part, read)
         kind = value if isinstance(value, (type, types.ModuleType)) else type(value)
         is_data = kind is not value and parts is None and owner_of(_file_of(kind)) == "user"
         if isinstance(value, _GENERATORS) or has_attributes and (is_data or _is_users(_file_of(kind))):

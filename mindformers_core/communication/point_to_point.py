@@ -12,8 +12,8 @@ from mindspore import Tensor
 
 from mindformers_core.communication.counter import record
 from mindformers_core.communication.point_to_point_cpu import make_transport as make_cpu_transport
-from mindformers_core.communication.point_to_point_native import make_transport as make_native_transport
-from mindformers_core.communication.simulated import make_transport as make_simulated_transport
+from mindformers_core.communication.point_to_point_native import Transport as NativeTransport
+from mindformers_core.communication.simulated import SimulatedTransport
 from mindformers_core.communication.world import process_state, world
 
 LIMIT = 600.0  # seconds
@@ -185,7 +185,7 @@ class _DryRunTransport:
 
 _TRANSPORTS = {
     "cpu": make_cpu_transport,
-    "native": make_native_transport,
+    "native": lambda limit: NativeTransport(world().group),  # the libraries have a limit of their own
     "fake": lambda limit: _DryRunTransport(),
-    "simulated": make_simulated_transport,
+    "simulated": lambda limit: SimulatedTransport(world()),
 }

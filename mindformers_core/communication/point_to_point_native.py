@@ -13,20 +13,14 @@ from mindspore import dtype as mstype
 from mindspore.ops.auto_generate.gen_ops_prim import dist_comm_irecv_op, dist_comm_isend_op
 
 from mindformers_core.communication.tensor_bytes import DTYPES, HEAD_LENGTH, NOT_OF_NUMPY, encode_head
-from mindformers_core.communication.world import world
 
 _BLOCK = 1024  # bytes
 _CARRIED = {mstype.bool_: mstype.uint8, mstype.int16: mstype.int32, mstype.uint16: mstype.int32}
 UNKNOWN = (mstype.complex64, mstype.complex128, *NOT_OF_NUMPY)  # to the libraries of devices
 
 
-def make_transport(timeout):
-    """The transport of this rank. `timeout` has no effect: the libraries have their own (`HCCL_EXEC_TIMEOUT`)."""
-    return Transport(world().group)
-
-
 class Transport:
-    """Messages in MindSpore's group of all ranks."""
+    """Messages in MindSpore's group of all ranks. The libraries have their own timeout (`HCCL_EXEC_TIMEOUT`)."""
 
     buffered = False
 

@@ -167,7 +167,7 @@ class SimulatedCollective(RawCollective):
         return Tensor.from_numpy(found.copy()) if found.ndim else Tensor(np.array(found))  # or a number
 
 
-class _Transport:
+class SimulatedTransport:
     """Messages between ranks that are threads."""
 
     buffered = True
@@ -186,8 +186,3 @@ class _Transport:
 
     def close(self):
         """Nothing to do."""
-
-
-def make_transport(limit):
-    """The messages of this simulated rank."""
-    return _Transport(world())

@@ -8,17 +8,16 @@ no layout arithmetic.
 import inspect
 import math
 from functools import cache
+from importlib import import_module
 
 from mindspore import Parameter, Tensor, ops
 
 from mindformers_core.communication.world import process_state
 from mindformers_core.dtensor.aliases import check_current, is_view, share_memory, stale_plain
 from mindformers_core.dtensor.compositions import composed
-from mindformers_core.dtensor.corrected import CORRECTED, log_cumulative_sum, softmax
 from mindformers_core.dtensor.distributed_operators import ShardContext, algorithm_named
 from mindformers_core.dtensor.dropout import WITHOUT_SEEDS
 from mindformers_core.dtensor.dtensor import DTensor, adopted, parameter_view, wrap
-from mindformers_core.dtensor.einsum import contract
 from mindformers_core.dtensor.in_place import is_in_place
 from mindformers_core.dtensor.move import device_model, dtype_name, redistribute_local
 from mindformers_core.layout import Layout
@@ -67,7 +66,7 @@ def dispatch(func, args, kwargs=None):
         if len(programs) >= _MOST_PROGRAMS:
             programs.clear()
         programs[key] = program
-    return program.run(_FIXED.get(func.name, func), primitive, args, tensors)
+    return program.run(func, primitive, args, tensors)
 
 
 def attributes_of(primitive):
@@ -104,15 +103,18 @@ def _matmul(input, mat2):
     return ops.tensor_dot(input, mat2, 1) if is_one_row else ops.auto_generate.matmul_ext_op(input, mat2)
 
 
-# operators whose gradient in MindSpore is wrong on CPU, or that have no kernel there (docs/mindspore.md)
+# operators whose gradient in MindSpore is wrong on CPU (docs/mindspore.md)
 _FIXED = {
     "MatMulExt": _matmul,
-    "CumulativeLogsumexp": lambda primitive, name, args: log_cumulative_sum(*args, **attributes_of(primitive)),
-    "Einsum": lambda primitive, name, args: contract(*args, primitive.equation),
-    **CORRECTED,
-    "Softmax": softmax,
     **dict.fromkeys(("SplitTensorView", "SplitWithSize", "SplitWithSizeView"), Tensor.split),
 }
+
+
+@cache
+def _function_of_ours(name):
+    """The function that is called in an operator's place; in generated code, too, where it is the source."""
+    module, _, function = facts_of(name).source.rpartition(".")
+    return getattr(import_module(module), function) if module.startswith("mindformers_core.") else _FIXED.get(name)
 
 
 def _local(argument):
@@ -146,7 +148,9 @@ class _Program:
     """One kind of call, resolved.
 
     Attributes:
-        name, given: of the operator, and the number of its positional arguments.
+        name, given, attributes: of the operator, the number of its positional arguments, and a primitive's attributes
+            that its rule takes besides.
+        function: of ours that is called in its place, or None.
         mesh: that of its tensors.
         targets: for every tensor the layout that it is redistributed to, or None.
         algorithm: the algorithm that runs in the operator's place with `context`, or None.
@@ -158,7 +162,8 @@ class _Program:
     """
 
     def __init__(self, name, args, kwargs, attributes, tensors):
-        self.name, self.given, self.metas = name, len(args), None
+        self.name, self.given, self.attributes, self.metas = name, len(args), attributes, None
+        self.function = _function_of_ours(name)
         self.mesh = mesh = _common_mesh(name, tensors)
         if is_in_place(name):
             raise TypeError(
@@ -190,7 +195,9 @@ class _Program:
             args, kwargs = tree_fill((self.args, self.kwargs), parts, TensorMeta)
 
         def operator(*local_args):
-            if primitive is None or self.name in CORRECTED:
+            if self.function is not None:
+                return self.function(*local_args, **kwargs, **self.attributes)
+            if primitive is None:
                 return func(*local_args, **kwargs)
             changed = local_args[self.given :]  # by `localize`: attributes of the primitive
             primitive_here = _made(type(primitive), changed) if changed else primitive

@@ -6,7 +6,7 @@ from inspect import Parameter, signature
 from itertools import repeat
 
 from mindformers_core.capture.algorithm_graph import algorithm_graph, redistribution_steps
-from mindformers_core.generation.operator_source import literal, structure_source
+from mindformers_core.generation.operator_source import literal
 from mindformers_core.operators import TensorMeta
 from mindformers_core.operators.registry import facts_of
 from mindformers_core.program.deferral import NOTHING_DEFERRED, PRODUCTS
@@ -14,7 +14,7 @@ from mindformers_core.program.naming import Names, assigned_names
 from mindformers_core.program.observer import Observed
 from mindformers_core.program.passed_weights import WEIGHTS, passed_parameter, passed_to_call
 from mindformers_core.program.plan import CallPlan, Redistribution
-from mindformers_core.program.structure import DType, Value, tree_fill, tree_leaves
+from mindformers_core.program.structure import DType, Value, structure_text, tree_fill, tree_leaves
 
 _AFTER = {  # step kind -> the hint for the name of the tensor after it
     "slice": "slice",
@@ -172,7 +172,7 @@ class FunctionSource:
             # a leaf without source is left out: the called function has it written in
             return literal(leaf) if leaf is None or isinstance(leaf, (bool, int, float, str, DType)) else "None"
 
-        return structure_source(structure, leaf_source)
+        return structure_text(structure, leaf_source)
 
     def _assign(self, hint, expression, communicates=False):
         variable = self._variable(hint)

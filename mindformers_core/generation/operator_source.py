@@ -21,7 +21,7 @@ from mindspore.ops import Primitive, auto_generate
 from mindspore.ops.auto_generate import cpp_create_prim_instance_helper, gen_ops_prim, pyboost_inner_prim
 
 from mindformers_core.operators.registry import facts_of, rewritten
-from mindformers_core.program.structure import DType
+from mindformers_core.program.structure import DType, structure_text
 
 _REQUIRED = inspect.Parameter.empty
 _NAMED = frozenset({"beta", "alpha", "dtype", "output_size"})  # keyword-only parameters of methods and `full_like`
@@ -203,23 +203,10 @@ def _constant(parameter, value):
     return literal(value) if is_literal else value
 
 
-def structure_source(structure, leaf_source):
-    """The source of tuples, lists and dicts; `leaf_source` gives the source of a leaf."""
-    if isinstance(structure, dict):
-        entries = [f"{key!r}: {structure_source(entry, leaf_source)}" for key, entry in structure.items()]
-        return f"{{{', '.join(entries)}}}"
-    if not isinstance(structure, (tuple, list)):
-        return leaf_source(structure)
-    entries = ", ".join(structure_source(entry, leaf_source) for entry in structure)
-    if isinstance(structure, list):
-        return f"[{entries}]"
-    return f"({entries}{',' * (len(structure) == 1)})"
-
-
 def literal(value):
     """The source of a number, string, None, dtype or `DType` (`ms.float32`), or of a structure of them."""
     if isinstance(value, (tuple, list, dict)):
-        return structure_source(value, literal)
+        return structure_text(value, literal)
     if isinstance(value, (typing.Type, DType)):
         return f"ms.{value}".lower().replace("bool", "bool_")
     if isinstance(value, float) and repr(value) in ("inf", "-inf", "nan"):
@@ -228,7 +215,7 @@ def literal(value):
 
 
 def _written(value, name_of=None):
-    return structure_source(value, lambda leaf: leaf if isinstance(leaf, str) else name_of(leaf))
+    return structure_text(value, lambda leaf: leaf if isinstance(leaf, str) else name_of(leaf))
 
 
 @cache

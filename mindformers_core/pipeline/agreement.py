@@ -87,16 +87,17 @@ def tied_parameters(described):
                     "same on all stages; give parameters that are none another path, such as the layer's global number"
                 )
         if kind[-1]:
-            for other, _ in others:
-                if other["values"][path] != first["values"][path]:
-                    raise ValueError(
-                        f"parameter '{path}' has other values on stage {other['stage']} than on stage "
-                        f"{first['stage']}, but a path is one parameter: give both the same initial values (shard() "
-                        "and materialize() draw them from seed and path), or, if they are to be two parameters, two "
-                        "paths"
-                    )
             trained = {each["stage"]: [name for name, *_, flag in each["parameters"] if flag] for each, _ in found}
             tied[path] = [(stage, names.index(path)) for stage, names in trained.items()]
+    values = {each["stage"]: each["values"] for each in described}
+    for path, ((first, _), *others) in tied.items():
+        for stage, _ in others:
+            if values[stage][path] != values[first][path]:
+                raise ValueError(
+                    f"parameter '{path}' has other values on stage {stage} than on stage {first}, but a path is one "
+                    "parameter: give both the same initial values (shard() and materialize() draw them from seed and "
+                    "path), or, if they are to be two parameters, two paths"
+                )
     return tied
 
 

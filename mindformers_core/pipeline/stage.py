@@ -213,8 +213,8 @@ class PipelineStage:
 
         return self._passes.forward(micro_index, function, [inputs[place] for place in places])
 
-    def backward(self, micro_index, gradients):
-        """Backward pass of a micro-batch; the weights' gradients are added to the sums of the run.
+    def backward_input(self, micro_index, gradients):
+        """Backward pass of a micro-batch, without the weights' gradients, which `backward_weight` adds.
 
         Args:
             micro_index: its number.
@@ -223,12 +223,6 @@ class PipelineStage:
         Returns:
             The gradients of this stage's floating inputs, in order, for the stage before; () on the first.
         """
-        given = self.backward_input(micro_index, gradients)
-        self.backward_weight(micro_index)
-        return given
-
-    def backward_input(self, micro_index, gradients):
-        """As `backward`, without the weights' gradients, which `backward_weight` adds."""
         outputs = self._passes.outputs(micro_index)
         if gradients is None:
             scale = 1.0 if self._loss_scale is None else self._loss_scale.value
@@ -246,7 +240,7 @@ class PipelineStage:
         return given
 
     def backward_weight(self, micro_index):
-        """Add up a micro-batch's gradients of the weights, after `backward_input`."""
+        """Add a micro-batch's gradients of the weights to the sums of the run, after `backward_input`."""
         is_split = self.weight_gradients.is_split  # else the backward pass was observed with them
         with self._passes.observed(micro_index, "backward") if is_split else nullcontext():
             self.weight_gradients.add(micro_index)

@@ -96,24 +96,29 @@ def canonical(structure):
     return (type(structure).__name__, repr(structure))
 
 
+def structure_text(structure, leaf_text):
+    """A pytree as Python writes it; `leaf_text` gives the text of a leaf."""
+    if isinstance(structure, dict):
+        entries = [f"{key!r}: {structure_text(entry, leaf_text)}" for key, entry in structure.items()]
+        return f"{{{', '.join(entries)}}}"
+    if not isinstance(structure, (tuple, list)):
+        return leaf_text(structure)
+    entries = ", ".join(structure_text(entry, leaf_text) for entry in structure)
+    if isinstance(structure, list):
+        return f"[{entries}]"
+    return f"({entries}{',' * (len(structure) == 1)})"
+
+
 def shown(structure):
     """A pytree as text: Values by their numbers."""
-    return str(tree_map(_Text, structure)) if isinstance(structure, (tuple, list, dict)) else str(structure)
+    if not isinstance(structure, (tuple, list, dict)):
+        return str(structure)
+    return structure_text(structure, lambda leaf: str(leaf) if isinstance(leaf, (Value, DType)) else repr(leaf))
 
 
 def shown_arguments(args, kwargs):
     """The arguments of a call as text."""
     return ", ".join([*map(shown, args), *(f"{name}={shown(value)}" for name, value in kwargs.items())])
-
-
-class _Text:
-    """A leaf whose `repr` within a container is its `str`."""
-
-    def __init__(self, value):
-        self.value = value
-
-    def __repr__(self):
-        return str(self.value) if isinstance(self.value, (Value, DType)) else repr(self.value)
 
 
 def described(structure):

@@ -11,7 +11,7 @@ from mindformers_core.recompute.budget import described
 from mindformers_core.recompute.curve import curve_picture
 from mindformers_core.sharding.inspecting import prepare
 from mindformers_core.sharding.program import plan_call
-from mindformers_core.sharding.sharded_cells import ShardedCell, tree_and_path, tree_of_root
+from mindformers_core.sharding.sharded_cells import tree_and_path, tree_of_root
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,6 @@ def list_operators(cell, *inputs, **named_inputs):
     Raises:
         TypeError: `cell` isn't sharded.
     """
-    if not isinstance(cell, ShardedCell):
-        raise TypeError(f"list_operators() takes a Cell that shard() was called with, not {type(cell).__name__}")
     frame = _plan(cell, inputs, named_inputs)
     saved = {}
     for tensor in saved_activations(frame, algorithm=algorithm_of):

@@ -37,10 +37,10 @@ def collect_declarations(cell, config=None, plan=None):
         declared = [(path, Declaration(operators=operators))] if operators else []
         hooked = _read_hook(path, child, config) if _is_hook(child, plan) else []
         for place, declaration in declared + hooked:
-            found[place] = _override(found.get(place), declaration)
+            found[place] = _override(found.get(place, Declaration()), declaration)
     for pattern, entry in (plan or {}).items():
         for path, declaration in _read_plan_entry(cells, pattern, entry):
-            found[path] = _override(found.get(path), declaration)
+            found[path] = _override(found.get(path, Declaration()), declaration)
     return found
 
 
@@ -233,9 +233,7 @@ def _plan_parts(source, entry, keys):
 
 
 def _override(base, other):
-    """The declarations of `other`, completed by those of `base` (None: nothing)."""
-    if base is None:
-        return other
+    """The declarations of `other`, completed by those of `base`."""
     operators = dict(base.operators)
     for name, declared in other.operators.items():
         before = operators.get(name, declared)

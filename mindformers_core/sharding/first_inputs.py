@@ -68,22 +68,21 @@ def suspicious_inputs(label, mesh, described, placements):
             same, as a mask of ones, isn't varied, and is ignored where it is sharded.
         placements: for each input a dict axis -> `Placement`, None where it isn't known.
     """
-    found, names = [], [name for name, *_ in next(iter(described.values()))]
+    found, names = [], [f"'{name}'" for name, *_ in next(iter(described.values()))]
+    numbers = range(len(names))
     for axis in mesh.axis_names:
         size = mesh.axis_size(axis)
         if size == 1:
             continue
-        groups = {mesh.group(rank, (axis,)) for rank in described}
-        sharded, differing, all_equal = [], [], True
-        for place, (name, placement) in enumerate(zip(names, placements)):
-            is_equal = all(len({described[rank][place][2] for rank in group}) == 1 for group in groups)
-            is_varied = any(inputs[place][3] for inputs in described.values())
-            if isinstance(placement.get(axis), Shard) and is_varied:
-                sharded.append(f"'{name}'")
-                all_equal = all_equal and is_equal
-            if placement.get(axis) == Replicate() and not is_equal:
-                differing.append(f"'{name}'")
-        if sharded and all_equal:
+        groups, places = {mesh.group(rank, (axis,)) for rank in described}, [at.get(axis) for at in placements]
+        is_equal = [all(len({described[rank][n][2] for rank in group}) == 1 for group in groups) for n in numbers]
+        sharded = {  # whose values aren't all the same -> whether ranks have equal ones
+            names[n]: is_equal[n]
+            for n in numbers
+            if isinstance(places[n], Shard) and any(inputs[n][3] for inputs in described.values())
+        }
+        differing = [names[n] for n in numbers if places[n] == Replicate() and not is_equal[n]]
+        if sharded and all(sharded.values()):
             found.append(
                 f"{label} got the same {', '.join(sharded)} on all {size} ranks of {axis}, which shards it: every "
                 f"sample is computed {size} times; read this rank's part, or give all the whole batch and say so: "

@@ -5,7 +5,6 @@ import os
 import mindspore as ms
 import numpy as np
 
-from mindformers_core.checkpoint.background import BackgroundSave
 from mindformers_core.checkpoint.folders import find_checkpoint, prune, step_folder
 from mindformers_core.checkpoint.hugging_face import check_config, config_document, ignored_tensors, tensor_name
 from mindformers_core.checkpoint.index import CONFIG, FORMAT, STATE, encode_json
@@ -92,17 +91,10 @@ def reserve_memory(job):
         SaveError: on all ranks: no memory, and `checkpoint.on_error` says to end.
     """
     if job.recipe.checkpoint.enable_save and job.recipe.checkpoint.async_save:
-        job.background = BackgroundSave(ranks_of(job.mesh, job.rank))
         try:
             job.background.reserve(list(_parts(job)))
         except OSError as error:
             _go_on_or_end(job, error)
-
-
-def await_copies(job):
-    """Wait until `checkpoint.async_save` has copied what the next update changes."""
-    if job.background is not None:
-        job.background.await_copies()
 
 
 def save_job(job):

@@ -234,14 +234,13 @@ def micro_batch(recipe, stage=0):
     it in place of the first array.
     """
     sizes, length = recipe.parallelism, recipe.train_dataset.seq_length
-    is_whole = sizes.pipeline_parallel == 1
-    batch = recipe.training.local_batch_size if is_whole else sizes.pipeline_parallel_microbatch_size
+    batch = recipe.training.local_batch_size // micro_batches_of_a_run(recipe)
     if recipe.train_dataset.factory:
         arrays = dataset_of(recipe).batch(0, 1)
         first, *others = (tensor_meta((batch, *array.shape[1:]), str(array.dtype)) for array in arrays)
     else:
         first, *others = [tensor_meta((batch, length), "int32")] * 2
-    if not is_whole and len(others) + 1 != len(recipe.spec.inputs):
+    if sizes.pipeline_parallel > 1 and len(others) + 1 != len(recipe.spec.inputs):
         raise ValueError(
             f"model.name: the ModelSpec of {recipe.model_name} has the inputs {', '.join(recipe.spec.inputs)}, but the "
             f"dataset gives {len(others) + 1} arrays: name them all"

@@ -273,8 +273,8 @@ def _with_sizes(recipe, parts, share):
     for size in sizes if share else ():
         parts[size] = lcm(parts.get(size, 1), *(divisor for divisor in divisors if size % divisor == 0))
 
-    def changed(small):
-        dataset = replace(section, seq_length=small[section.seq_length])
+    def changed(small, length=None):
+        dataset = replace(section, seq_length=length or small[section.seq_length])
         return replace(recipe, model=_resized_model(recipe.model, own, small), train_dataset=dataset)
 
     def fits(small):
@@ -286,7 +286,12 @@ def _with_sizes(recipe, parts, share):
             return True
         return False
 
-    return changed(least_sizes(sizes, parts, divisors, share, fits))
+    small = least_sizes(sizes, parts, divisors, share, fits)
+    count, length = parts.get(section.seq_length, 1), small[section.seq_length]
+    odd = length - count  # every rank has an odd number of positions
+    is_free = share == 0 and length // count in range(4, length + 1, 2) and odd not in small.values()
+    is_free = is_free and all(section.seq_length % divisor == 0 or odd % divisor for divisor in divisors)
+    return changed(small, odd if is_free else length)
 
 
 def _sharded_alike(recipe, parameters):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import mindspore as ms
 
+from mindformers_core.checkpoint.background import BackgroundSave
 from mindformers_core.checkpoint.folders import set_aside
 from mindformers_core.checkpoint.parts import on_all_ranks
 from mindformers_core.checkpoint.tensors import ranks_of
@@ -20,7 +21,7 @@ from mindformers_core.hints import first_of
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.optimizers.adamw import AdamW, decay_lines
 from mindformers_core.sharding.replicas import check_replicas
-from mindformers_core.trainer.checkpoints import await_copies, open_source, reserve_memory, resume, save_job
+from mindformers_core.trainer.checkpoints import open_source, reserve_memory, resume, save_job
 from mindformers_core.trainer.data import dataset_of, local_batch
 from mindformers_core.trainer.recipe import Recipe, accumulation_steps, learning_rate, recipe_mesh
 from mindformers_core.trainer.recipe_loader import recipe_keys, recipe_to_yaml
@@ -50,11 +51,11 @@ class Job:
     optimizer: AdamW
     run_step: object  # see `step_function`
     batch_size: int  # sequences of a step, of all dp ranks together
+    background: BackgroundSave  # of checkpoint.async_save
     step: int = 0
     consumed: int = 0
     save_plan: object = None  # the `SavePlan` of the first checkpoint, for the others
     loaded_config: object = None  # the contents of the `config.json` of `checkpoint.load_path`
-    background: object = None  # the `BackgroundSave` of checkpoint.async_save
 
 
 def prepare(recipe):
@@ -106,7 +107,8 @@ def begin_job(recipe, mesh, rank, dataset, checkpoint=None):
     start_recording(recipe, mesh, rank)
     cells = build_cells(recipe, mesh, rank)
     ms.manual_seed(recipe.training.seed)  # after the constructors, of which stages call others
-    job = Job(recipe, rank, mesh, dataset, cells, *step_function(recipe, mesh, cells), batch_size)
+    background = BackgroundSave(ranks_of(mesh, rank))
+    job = Job(recipe, rank, mesh, dataset, cells, *step_function(recipe, mesh, cells), batch_size, background)
     if checkpoint is not None:
         resume(job, checkpoint)
     if recipe.monitor.perturb:
@@ -150,13 +152,11 @@ def _run_steps(job, records):
             if recipe.checkpoint.enable_save and (at_end or job.step % recipe.checkpoint.save_interleaved_steps == 0):
                 save_job(job)
     except FloatingPointError:
-        if job.background is not None:
-            with suppress(OSError):
-                job.background.settle()  # the checkpoint before
+        with suppress(OSError):
+            job.background.settle()  # the checkpoint before
         raise
     finally:
-        if job.background is not None:
-            job.background.close()
+        job.background.close()
     seconds = time.perf_counter() - started
     tokens = len(losses) * job.batch_size * recipe.train_dataset.seq_length
     summary = (
@@ -189,7 +189,7 @@ def train_step(job):
     job.consumed += job.batch_size
     rate = learning_rate(job.recipe, job.step)
     scalars = job.optimizer.scalars(job.step, rate)
-    loss, norm, odd = job.run_step(tuple(map(ms.Tensor, batch)), *scalars, lambda: await_copies(job))
+    loss, norm, odd = job.run_step(tuple(map(ms.Tensor, batch)), *scalars, job.background.await_copies)
     process_state().observer.end_step(job.step)
     seconds = time.perf_counter() - started
     return {
@@ -234,7 +234,8 @@ def _open_records(job, held):
 
 def _records(job, held):
     recipe, folder = job.recipe, job.recipe.training.output_dir
-    carries_on = job.step > 0 and _carries_on(recipe)
+    own, loaded = map(os.path.realpath, (folder, recipe.checkpoint.load_path))
+    carries_on = job.step > 0 and os.path.commonpath([own, loaded]) == own  # from a checkpoint in its own folder
     held.enter_context(open_run_folder(folder, recipe_to_yaml(recipe), keep=carries_on))
     if carries_on and (others := set_aside(folder, job.step)):
         print(f"checkpoints of later steps are now {', '.join(others)}")
@@ -244,10 +245,3 @@ def _records(job, held):
     records = [metrics_writer(folder, after_step=job.step)]
     records += [tensorboard_writer(folder)] if recipe.monitor.tensorboard else []
     return [*records, progress_writer(recipe.training.steps, recipe.monitor.log_interval)]
-
-
-def _carries_on(recipe):
-    """Whether the run resumes from a checkpoint in its own run folder."""
-    folder = os.path.realpath(recipe.training.output_dir)
-    load_path = recipe.checkpoint.load_path
-    return bool(load_path) and os.path.commonpath([folder, os.path.realpath(load_path)]) == folder

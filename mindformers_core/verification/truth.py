@@ -7,6 +7,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor
 
+from mindformers_core.communication.world import process_state
 from mindformers_core.dtensor.move import dtype_name
 from mindformers_core.operators.registry import facts_of
 from mindformers_core.operators.signature import is_float
@@ -33,11 +34,16 @@ def differentiated(cell, args, kwargs, slopes, weights):
 
     `slopes` is a function of the results that returns their gradients, an iterable of arrays.
     """
-    tape, results, inputs = ThreadTape(), [], floating((args, kwargs))
-    tape.record(lambda *_: results.extend(floating(cell(*args, **kwargs))), inputs)
+    tape, results, inputs, observer = ThreadTape(), [], floating((args, kwargs)), process_state().observer
+    with observer.in_pass((0, 0), "forward"):
+        tape.record(lambda *_: results.extend(floating(cell(*args, **kwargs))), inputs)
     local = [getattr(result, "_local", result) for result in results]
     sens = [Tensor(slope, each.dtype) for slope, each in zip(slopes(results), local, strict=True)]
-    return local, tape.gradients(inputs, local, sens, weights)[1]
+    with observer.in_pass((0, 0), "backward"):
+        _, gradients = tape.gradients(inputs, local, sens, weights)
+        for weight, gradient in zip(weights, gradients, strict=True):
+            observer.weight_gradient(weight, gradient)
+    return local, gradients
 
 
 def is_known(tensor):

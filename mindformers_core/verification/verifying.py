@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import mindspore as ms
 import numpy as np
-from mindspore import ParameterTuple, Tensor, nn
+from mindspore import Tensor, nn
 
 from mindformers_core.capture.traced import CaptureError
 from mindformers_core.communication.simulated import SimulatedRanks
@@ -13,20 +13,18 @@ from mindformers_core.dtensor.move import dtype_name
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.operators.signature import is_float
 from mindformers_core.optimizers.adamw import AdamW
-from mindformers_core.passes.forward_backward import ForwardBackward
 from mindformers_core.program.observer import Observer
-from mindformers_core.program.structure import tree_leaves, tree_map
+from mindformers_core.program.structure import tree_map
 from mindformers_core.sharding.declare import copy_cell, eager_cells
 from mindformers_core.sharding.initialize import materialize
 from mindformers_core.sharding.inspecting import prepare, programs
-from mindformers_core.sharding.parameter_storage import as_computed
 from mindformers_core.sharding.program import annotated_plan
 from mindformers_core.sharding.shard import shard
 from mindformers_core.sharding.sharded_cells import tree_and_path, tree_of, tree_of_root
 from mindformers_core.tensor_parallel.clipping import ClipByGlobalNorm
 from mindformers_core.verification.eager import local_inputs, own_gradients, part_of, verify_by_own_code
 from mindformers_core.verification.engine import acts_in_training, seed_restored, simulate
-from mindformers_core.verification.truth import floating
+from mindformers_core.verification.truth import differentiated, floating
 from mindformers_core.zero.gradients import value_and_grad
 from mindformers_core.zero.precision import MixedPrecision
 
@@ -189,23 +187,15 @@ class _Call:
         return {label: [(loss, layout)] for label, loss in losses.items()}, gradients
 
     def _differentiated(self, net, rank):
-        passes, (args, kwargs) = ForwardBackward(floating), self._local_inputs(net, rank)
-        results, weights = prepare(net, *args, **kwargs).results, ParameterTuple(_trained(net))
+        (args, kwargs), weights = self._local_inputs(net, rank), _trained(net)
         if not weights and not floating((args, kwargs)):
             raise ValueError(
                 f"verify() compares gradients, too, and {type(net).__name__} has none: it has no Parameters that are "
                 "trained, and no tensor of floats among its inputs; give it one"
             )
-
-        def forward(*moving):
-            moving = iter(moving)
-            given, named = tree_map(lambda leaf: next(moving) if floating([leaf]) else leaf, (args, kwargs))
-            return [result.to_local() for result in tree_leaves(net(*given, **named), Tensor)]
-
-        outputs = floating(passes.forward(0, forward, floating((args, kwargs))))
-        layouts = [each.layout for each in results if is_float(each.dtype)]
-        slopes = (part_of(slope, layout, rank) for slope, layout in zip(self.slopes, layouts, strict=True))
-        _, gradients = passes.backward(0, [as_computed(Tensor(slope)) for slope in slopes], weights)
+        layouts = [each.layout for each in prepare(net, *args, **kwargs).results if is_float(each.dtype)]
+        slopes = [part_of(slope, layout, rank) for slope, layout in zip(self.slopes, layouts, strict=True)]
+        outputs, gradients = differentiated(net, args, kwargs, lambda _: slopes, weights)
         return {(0, 0): list(zip(outputs, layouts, strict=True))}, gradients
 
 

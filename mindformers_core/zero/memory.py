@@ -41,6 +41,16 @@ class MemoryReport:
     step: StepPlan
     states: int
 
+    @property
+    def whole(self):
+        """`ParameterPlan`s of the replicated parameters, with `path`, `shape`, `nbytes` and `reason`."""
+        return tuple(plan for plan in self.step.plans if plan.dim is None)
+
+    @property
+    def buckets(self):
+        """All `Bucket`s: of weights in forward order, then of gradients in backward order."""
+        return (*self.step.gathers, *self.step.reduces)
+
     def __str__(self):
         rows = [
             ("bytes on this rank", "forward and backward", "", "optimizer's step"),

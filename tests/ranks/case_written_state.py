@@ -64,7 +64,7 @@ def case_written_state_equals_one_card():
     """Statistics, counters and sums after three steps; whole, and cut."""
     mesh = init_device_mesh((2, 2), ("dp", "tp"))
     for name in MODELS:
-        check(name, mesh, "eager")
         check(name, mesh, "generated")
         if name in ("statistics cut", "sums cut"):
+            check(name, mesh, "eager")
             check(name, mesh, "generated", compiled=True)

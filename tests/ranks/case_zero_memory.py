@@ -102,8 +102,7 @@ def case_measured_memory_is_that_of_the_formulas():
                 expected -= SIZE * SIZE * PAPER[policy][1] / (RANKS if level == "level2" else 1)
             np.testing.assert_allclose(report.measured[moment].total, expected, rtol=0.02, err_msg=message)
             np.testing.assert_allclose(report.states, formula(policy, level), rtol=1e-3, err_msg=message)
-            whole = [plan for plan in report.step.plans if plan.dim is None]
-            assert len(whole) == (2 * LAYERS if level == "plain" else LAYERS)
+            assert len(report.whole) == (2 * LAYERS if level == "plain" else LAYERS)
 
 
 @on_ranks(4)

@@ -82,8 +82,9 @@ class _Run:
         """BWD, BWD_INPUT: the gradient of the input is passed to the stage before."""
         micro, kind, stage, _ = step
         own = self.stages.stages[stage]
-        backward = own.backward if kind == MetaStepType.BWD else own.backward_input
-        gradients = backward(micro, None if stage == self.last else self.gradients.pop((micro, stage)))
+        gradients = own.backward_input(micro, None if stage == self.last else self.gradients.pop((micro, stage)))
+        if kind == MetaStepType.BWD:
+            own.backward_weight(micro)
         if stage > 0:
             self.gradients[micro, stage - 1] = gradients
 

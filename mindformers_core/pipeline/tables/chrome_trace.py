@@ -76,7 +76,7 @@ def _step_event(rank, span):
 
 def _arrows(spans):
     """Pairs of flow events: from the step that computes a message to the step that needs it, on another rank."""
-    pairs = []
+    events = []
     for distance, kinds in _FLOWS.items():
         ends = {  # (micro-batch, stage) -> (rank, Span)
             (span.step.micro_index, span.step.stage_index): (rank, span)
@@ -84,13 +84,12 @@ def _arrows(spans):
             for span in rank_spans
             if span.step.type in kinds
         }
-        pairs += [(end, ends.get((micro, stage + distance))) for (micro, stage), end in ends.items()]
-    events = []
-    for number, ((sender, source), target) in enumerate(pairs):
-        if target is not None and target[0] != sender:
-            # a viewer binds an arrow to the step around its time: the end of a step is outside of the step
-            departure = source.end - 0.01 * (source.end - source.start)
-            flow = {"cat": "message", "id": number}
-            events.append(_event("message", "s", sender, ts=_MICROSECONDS * departure, **flow))
-            events.append(_event("message", "f", target[0], ts=_MICROSECONDS * target[1].start, bp="e", **flow))
+        for (micro, stage), (sender, source) in ends.items():
+            receiver, target = ends.get((micro, stage + distance), (sender, None))
+            if receiver != sender:
+                # a viewer binds an arrow to the step around its time: the end of a step is outside of the step
+                departure = source.end - 0.01 * (source.end - source.start)
+                flow = {"cat": "message", "id": len(events) // 2}
+                events.append(_event("message", "s", sender, ts=_MICROSECONDS * departure, **flow))
+                events.append(_event("message", "f", receiver, ts=_MICROSECONDS * target.start, bp="e", **flow))
     return events
