@@ -133,8 +133,7 @@ class ChosenActivations(ActivationPolicy):
             if not choice.problem:
                 label, lines = self.tree.label(program.path), described(choice, program.texts)
                 _LOG.info("%s, within budget %s:\n%s", label, self.settings.budget, "\n".join(lines))
-        places = [place for place in program.places if place.key in keys]
-        self._recomputed |= {joined_path(program.path, place.path) for place in places}
+        self._recomputed |= {joined_path(program.path, place.path) for place in program.places if place.key in keys}
         return keys, choice
 
     def check_compiling(self):

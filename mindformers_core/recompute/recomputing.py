@@ -81,8 +81,7 @@ def _given(cell, function, which, settings, is_part):
                 f"{tree.label(path)} is recomputed by its own recompute() already: leave that out, and select it here"
             )
     known = {"settings": RecomputeSettings(), "swapping": SwapSettings()}
-    if tree.activations.is_active:
-        known = {name: getattr(tree.activations, name) for name in known}
+    known = {name: getattr(tree.activations, name, off) for name, off in known.items()}
     if known[which].is_on:
         raise ValueError(f"{function}() was called with {tree.label('')} already: give everything in one call")
     tree.activations = ChosenActivations(tree, is_part=is_part, **{**known, which: settings})

@@ -23,7 +23,8 @@ _FORMS = {
     "layer_swap": "[{layers: 0-3, backward_prefetch: 2}]",
     "op_swap": "{'*.mlp': true, '*.cast': {layers: 0-3, backward_prefetch: 2}} or [{op_name: '*.mlp', layers: 0-3}]",
 }
-_BUDGET = "a number above 0 and at most 1: the part of the saved activations' bytes that may stay (1: all)"
+_FLAG = "should be true or false"
+_BUDGET = "has to be a number above 0 and at most 1: the part of the saved activations' bytes that may stay (1: all)"
 
 
 def _as_given(default=None):
@@ -86,14 +87,12 @@ class RecomputeSettings:
         is_off = self.full is False and not self.select and self.budget is None
         vars(self)["full"] = False if is_off else layer_numbers(self.full, "full")  # frozen: no other way
         vars(self).update(select=_patterns(self.select, "select"), exclude=_patterns(self.exclude, "exclude"))
-        _check_type(self.mp_comm_recompute, bool, "mp_comm_recompute: {} should be true or false")
-        if self.parallel_optimizer_comm_recompute is not None:
-            gathers = self.parallel_optimizer_comm_recompute
-            _check_type(gathers, bool, "parallel_optimizer_comm_recompute: {} should be true or false")
+        _check_type(self.mp_comm_recompute, bool, "mp_comm_recompute", _FLAG)
+        _check_type(self.parallel_optimizer_comm_recompute, bool | None, "parallel_optimizer_comm_recompute", _FLAG)
         if self.budget is not None:
-            _check_type(self.budget, Real, f"budget: {{}} has to be {_BUDGET}")
+            _check_type(self.budget, Real, "budget", _BUDGET)
             if not 0 < self.budget <= 1:
-                raise ValueError(f"budget: {self.budget!r} has to be {_BUDGET}")
+                raise ValueError(f"budget: {self.budget!r} {_BUDGET}")
         for name in ("full", "select") if self.budget is not None else ():
             if getattr(self, name):
                 raise ValueError(
@@ -183,8 +182,7 @@ class SwapSettings:
 
     def __post_init__(self):
         prefetch = _prefetch(self.default_prefetch, "default_prefetch")
-        if self.swap is not None:
-            _check_type(self.swap, bool, "swap: {} should be true or false")
+        _check_type(self.swap, bool | None, "swap", _FLAG)
         layers = _swaps(LayerSwap, self.layer_swap, "layer_swap", prefetch)
         operators = _swaps(OperatorSwap, self.op_swap, "op_swap", prefetch)
         if self.swap is None and not layers and not operators and prefetch != 1:
@@ -328,12 +326,12 @@ def _swaps(kind, given, key, default_prefetch):
 
 
 def _prefetch(given, where):
-    _check_type(given, int, f"{where}: {{}} should be a whole number of tensors")
+    _check_type(given, int, where, "should be a whole number of tensors")
     check_range(given, {"at_least": 1, "at_most": 10**6}, where)
     return given
 
 
-def _check_type(given, kind, message):
-    """Raise `TypeError` with a message, in which `{}` stands for what was given, for another type."""
-    if not isinstance(given, kind) or isinstance(given, bool) != (kind is bool):
-        raise TypeError(message.replace("{}", f"{given!r} ({type(given).__name__})", 1))
+def _check_type(given, kind, where, allowed):
+    """Raise `TypeError` for another type, which says what is `allowed`."""
+    if not isinstance(given, kind) or (isinstance(given, bool) and kind in (int, Real)):  # a bool is no number
+        raise TypeError(f"{where}: {given!r} ({type(given).__name__}) {allowed}")

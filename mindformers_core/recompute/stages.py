@@ -52,13 +52,10 @@ def check_stages(settings, swapping, summaries):
         swapping: its `SwapSettings`.
         summaries: `stage_summary` of each pipeline stage, ascending; None for a stage without settings.
     """
-    known = [summary for summary in summaries if summary is not None]
-    requests, elsewhere = [*settings.requests, *swapping.requests], ""
-    if len(known) < len(summaries):
-        stages = [stage for stage, summary in enumerate(summaries) if summary is not None]
-        elsewhere = f"; looked for on stages {stages} of {len(summaries)}: "
-        elsewhere += "recompute() or swap() was called with no other"
-    with errors_at("", elsewhere):
+    requests, stages = [*settings.requests, *swapping.requests], [n for n, e in enumerate(summaries) if e is not None]
+    known = [summaries[stage] for stage in stages]
+    others = f"; looked for on stages {stages} of {len(summaries)}: recompute() or swap() was called with no other"
+    with errors_at("", others * (len(known) < len(summaries))):
         _check_layers(requests, known, is_whole=len(summaries) == 1)
         if all(summary["found"] is not None for summary in known):
             _check_matches(requests, [summary["found"] for summary in known])
