@@ -26,8 +26,7 @@ def algorithm_of(plan):
     Raises:
         CaptureError: the algorithm looks at values.
     """
-    mesh = plan.inputs[0].mesh
-    graph = algorithm_graph(plan, mesh, mesh.rank_list[0])
+    graph = algorithm_graph(plan, plan.outputs[0].mesh.rank_list[0])
     return graph, [redistribution_steps(node) for node in graph.nodes]
 
 
@@ -39,7 +38,7 @@ def redistribution_steps(node):
     return plan_redistribution(source, target, source.global_shape(value.shape), value.dtype, device_model()).steps
 
 
-def algorithm_graph(plan, mesh, rank=None):
+def algorithm_graph(plan, rank=None):
     """The graph of a distributed algorithm, which replaces a sharded operator, on local shapes.
 
     Three kinds of nodes are special:
@@ -50,7 +49,6 @@ def algorithm_graph(plan, mesh, rank=None):
 
     Args:
         plan: the `OperatorPlan` of an operator that has an `algorithm`.
-        mesh: the mesh of its layouts.
         rank: for which rank; default: this process's. Graphs of different ranks differ in constants only.
 
     Returns:
@@ -62,7 +60,7 @@ def algorithm_graph(plan, mesh, rank=None):
     """
     values = tree_leaves((plan.node.args, plan.node.kwargs))
     metas = [tensor_meta(layout.local_shape(value.shape), value.dtype) for layout, value in zip(plan.inputs, values)]
-    graph = capture(_Algorithm(plan, shard_context(plan, mesh, rank)), *metas)
+    graph = capture(_Algorithm(plan, shard_context(plan, rank)), *metas)
     found = [value.shape for value in tree_leaves(graph.result)]
     expected = plan.local_shapes
     assert found == expected, f"algorithm '{plan.algorithm}' of {plan.node.operator} gives {found}, not {expected}"

@@ -178,7 +178,7 @@ class _Program:
         outputs = tuple(Value(place, shape, "", name) for place, shape in enumerate(signature.output_shapes))
         node = OperatorNode(name, "function", args, kwargs, outputs, None, None, None)
         self.plan = plan = operator_plan(node, signature, resolve(signature, metas, mesh, device_model()))
-        self.context = plan.algorithm and shard_context(plan, mesh)
+        self.context = plan.algorithm and shard_context(plan)
         self.targets = tuple(map(_target, metas, plan.inputs))
         flat = not kwargs and sum(isinstance(argument, TensorMeta) for argument in args) == len(metas)
         self.direct = flat and plan.local_call == (args, kwargs) and not plan.algorithm and not any(self.targets)

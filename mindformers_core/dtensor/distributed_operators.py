@@ -291,11 +291,12 @@ ALGORITHMS = {
 }
 
 
-def shard_context(plan, mesh, rank=None):
+def shard_context(plan, rank=None):
     """The `ShardContext` of an `OperatorPlan` with an algorithm; default: on this process's rank."""
     shapes = tuple(tensor.shape for tensor in tree_leaves((plan.node.args, plan.node.kwargs), _TENSORS))
-    output, rank = (plan.outputs[0], plan.signature.output_shapes[0]), world().rank if rank is None else rank
-    return ShardContext(mesh, plan.cut_axes, plan.inputs, shapes, rank, halos=plan.signature.halos, output=output)
+    layout, shape, halos = plan.outputs[0], plan.signature.output_shapes[0], plan.signature.halos
+    given = layout.mesh, plan.cut_axes, plan.inputs, shapes, world().rank if rank is None else rank
+    return ShardContext(*given, halos=halos, output=(layout, shape))
 
 
 def run_locally(plan, tensors, operator, context):

@@ -102,8 +102,10 @@ class OperatorPlan(_NodePlan):
     @cached_property
     def local_call(self):
         """The arguments of a rank's call, `(args, kwargs)`: those of the node, or those that its signature gives."""
-        node, runs_algorithm = self.node, self.algorithm is not None
-        return self.signature.localized(node.args, node.kwargs, self.local_shapes, runs_algorithm)
+        args, kwargs, algorithm = self.node.args, self.node.kwargs, self.algorithm
+        call = self.signature.localized(args, kwargs, self.local_shapes, algorithm is not None)
+        is_same = algorithm is None and (*call[0], *call[1].values()) == (*args, *kwargs.values())
+        return (args, kwargs) if is_same else call
 
 
 @dataclass(frozen=True, eq=False)

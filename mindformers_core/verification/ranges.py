@@ -77,7 +77,7 @@ def compare_ranges(check, rank, meshes, cases):
             continue
         local = [Tensor(expected_part(array, layout, rank)) for array, layout in zip(inputs, entry.inputs, strict=True)]
         try:
-            results = run_locally(entry, local, partial(operator, entry.node), shard_context(entry, mesh, rank))
+            results = run_locally(entry, local, partial(operator, entry.node), shard_context(entry, rank))
         except TypeError as error:  # on all ranks: a part of the algorithm has no such kernel
             note = f"not verified: {entry.node.operator} in float16: {str(error).partition(chr(10))[0]}"
             check.notes += (note,) * (note not in check.notes)
