@@ -40,6 +40,7 @@ SIZES = {  # pattern of an attribute's name in a configuration -> its value
 SMALLER = {  # module of mindcv -> arguments of its Cell
     "cmt": {"img_size": 64, "depths": [1, 1, 1, 1], "embed_dims": [32, 64, 96, 128]},
     "convnext": {"dims": [32, 64, 96, 128]},
+    "crossvit": {"embed_dim": [32, 64], "depth": [[1, 1, 0], [1, 1, 0]]},
     "densenet": {"block_config": (2, 2, 2, 2)},
     "dpn": {"k_r": 32, "k_sec": (2, 2, 2, 2)},
     "bit": {"layers": [1, 1, 1, 1]},
@@ -75,6 +76,10 @@ def _small_values(config):
             found[name] = 0.0
         elif name == "depths" and isinstance(value, (list, tuple)):
             found[name] = [min(count, 2) for count in value]
+        elif name == "hidden_sizes" and config.model_type in ("poolformer", "pvt", "pvt_v2"):
+            found[name] = [size // 4 for size in value]
+        elif name in ("block_size", "num_global_tokens") and config.model_type == "pegasus_x":
+            found[name] = 4
         elif type(value) is int and not (name in ("embed_dim", "hidden_size") and is_in_stages):
             sizes = [size for pattern, size in SIZES.items() if re.fullmatch(pattern, name)]
             found.update({name: sizes[0]} if sizes else {})
@@ -204,9 +209,9 @@ def shortened(net):
                 key = type(layer[1]), tuple(parameter.shape for parameter in layer[1].get_parameters())
                 if not key[1] or keys[-2:] != [key, key]:
                     kept, keys = [*kept, layer], [*keys, key]
-            is_list = isinstance(cell, nn.CellList)
-            cell._cells = OrderedDict((str(at), each[1]) if is_list else each for at, each in enumerate(kept))
-            if not is_list:
+            named = ((str(at) if name.isdigit() else name, layer) for at, (name, layer) in enumerate(kept))
+            cell._cells = OrderedDict(named)
+            if isinstance(cell, nn.SequentialCell):
                 cell.cell_list = list(cell._cells.values())
     return net
 

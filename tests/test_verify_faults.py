@@ -5,7 +5,7 @@ from launch import ROOT
 from verify_faults import SUBJECTS, outcome, read_faults
 
 FAULTS = read_faults()
-EVERY_DAY = 8  # of so many faults one, the others nightly
+EVERY_DAY = 10  # of so many faults one, the others nightly
 
 
 def some(faults):

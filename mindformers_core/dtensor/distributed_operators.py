@@ -25,7 +25,7 @@ from mindformers_core.dtensor.halo import shifted, windows, windows_with_index
 from mindformers_core.dtensor.lookups import LOOKUPS, found_here, zero_where
 from mindformers_core.dtensor.move import dtype_name, redistribute_local
 from mindformers_core.dtensor.scans import SCANS, finite_top
-from mindformers_core.dtensor.statistics import band, group_norm, norm, product, spread, trace
+from mindformers_core.dtensor.statistics import band, group_norm, norm, product, spread, trace, wide
 from mindformers_core.layout import Layout
 from mindformers_core.operators import TensorMeta
 from mindformers_core.operators.rules.dims import as_dims
@@ -234,13 +234,16 @@ def _sparse_cross_entropy(operator, args, context):
         return _mean(operator, args, context)
     local, absent = found_here(labels, logits.shape[1], classes)
     logarithms = ops.gather_elements(_log_softmax(None, (logits, 1), classes), 1, ops.expand_dims(local, 1))
-    count = logits.shape[0] * context.count // classes.count
-    return ops.sum(zero_where(ops.expand_dims(absent, 1), logarithms)) / -count
+    mean = ops.mean(zero_where(ops.expand_dims(absent, 1), logarithms))  # a sum may be out of range in half precision
+    return mean / -(context.count // classes.count)
 
 
 def _likelihood(operator, args, context):
     """As a part of the examples and classes gives it: a label that another part has is to be ignored."""
     logits, labels, weight, reduction, ignored = args
+    if reduction == 1 and (large := wide(logits)) is not logits:
+        found = _likelihood(operator, (large, labels, wide(weight), reduction, ignored), context)
+        return tuple(ops.cast(each, logits.dtype) for each in found)
     place = min(1, logits.ndim - 1)
     classes = context.along(place)
     if classes.axes:

@@ -18,8 +18,8 @@ def norm(_, args, context):
         args: the tensor, the order (a finite number, not 0), the dims, and whether they are kept.
     """
     x, order, dims, keepdim = args
-    wide = _wide(x)
-    powers = wide * wide if order == 2 else ops.abs(wide) if order == 1 else ops.pow(ops.abs(wide), order)
+    large = wide(x)
+    powers = large * large if order == 2 else ops.abs(large) if order == 1 else ops.pow(ops.abs(large), order)
     total = context.combined(ops.sum(powers, dims, keepdim))
     return ops.cast(total if order == 1 else _power(total, 1 / order), x.dtype)
 
@@ -33,9 +33,9 @@ def spread(root, with_mean, _, args, context):
         args: the tensor, the correction, the dims, and whether they are kept.
     """
     x, correction, dims, keepdim = args
-    wide, count = _wide(x), math.prod(context.shapes[0][dim] for dim in dims)
-    mean = context.combined(ops.sum(wide, dims, True)) / count
-    differences = wide - ops.stop_gradient(mean)
+    large, count = wide(x), math.prod(context.shapes[0][dim] for dim in dims)
+    mean = context.combined(ops.sum(large, dims, True)) / count
+    differences = large - ops.stop_gradient(mean)
     result = context.combined(ops.sum(differences * differences, dims, keepdim)) / max(count - correction, 0)
     result = ops.cast(ops.sqrt(result) if root else result, x.dtype)
     return (result, ops.cast(ops.reshape(mean, result.shape), x.dtype)) if with_mean else result
@@ -44,7 +44,7 @@ def spread(root, with_mean, _, args, context):
 def group_norm(operator, args, context):
     """The normalised tensor, and every group's mean and reciprocal standard deviation, which pass no gradient on."""
     x, groups, weight, bias, epsilon = (*args, *(None, None, 1e-5)[len(args) - 2 :])
-    parts = ops.reshape(x, (x.shape[0], groups, -1))
+    parts = wide(ops.reshape(x, (x.shape[0], groups, -1)))
     count = parts.shape[2] * context.count
     mean = context.combined(ops.sum(parts, 2, keepdim=True), varying=True) / count
     centred = parts - mean
@@ -53,7 +53,8 @@ def group_norm(operator, args, context):
     y = ops.reshape(centred * scale, x.shape)
     y = y if weight is None else y * ops.reshape(weight, channels)
     y = y if bias is None else y + ops.reshape(bias, channels)
-    return y, *(ops.reshape(ops.stop_gradient(each), x.shape[:1] + (groups,)) for each in (mean, scale))
+    moments = (ops.reshape(ops.stop_gradient(each), x.shape[:1] + (groups,)) for each in (mean, scale))
+    return tuple(ops.cast(each, x.dtype) for each in (y, *moments))
 
 
 def product(operator, args, context):
@@ -86,7 +87,8 @@ def trace(_, args, context):
     return ops.sum(ops.where(kept, x, ops.zeros_like(x)), (rows, columns))
 
 
-def _wide(x):
+def wide(x):
+    """In half precision the tensor in float32, in which its squares and sums are in range."""
     return ops.cast(x, mstype.float32) if x.dtype in (mstype.float16, mstype.bfloat16) else x
 
 

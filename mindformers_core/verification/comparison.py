@@ -89,7 +89,7 @@ def is_tie(value, found, inputs):
 
 def expected_part(value, layout, rank):
     """The part of a global value that a rank holds, of partial tensors the sum of the terms."""
-    return value[_slices(layout, value.shape, rank)]
+    return value[(*_slices(layout, value.shape, rank), ...)]  # an array, of no dims, too
 
 
 class TermSums:
