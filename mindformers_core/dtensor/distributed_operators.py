@@ -43,7 +43,7 @@ class ShardContext:
         axes: the axes that shard the operator's own dim, major to minor; empty for an algorithm that always runs.
         layouts: the layout of every tensor input as the operator gets it.
         shapes: the global shape of every tensor input.
-        rank: the rank that runs, or for which it is written down. Default: this process's.
+        rank: the rank that runs, or for which it is written down.
         redistribute: `redistribute(local, source, target)` takes a local tensor from one layout to another.
         next_random_state: gives seed and offset of the next random draw.
         halos: of the operator's `Signature`.
@@ -55,7 +55,7 @@ class ShardContext:
     axes: tuple
     layouts: tuple
     shapes: tuple
-    rank: int = field(default_factory=lambda: world().rank)
+    rank: int
     redistribute: Callable = redistribute_local
     next_random_state: Callable = next_random_state
     halos: dict = field(default_factory=dict)
@@ -297,9 +297,9 @@ ALGORITHMS = {
 def shard_context(plan, rank=None):
     """The `ShardContext` of an `OperatorPlan` with an algorithm; default: on this process's rank."""
     shapes = tuple(tensor.shape for tensor in tree_leaves((plan.node.args, plan.node.kwargs), _TENSORS))
-    layout, shape, halos = plan.outputs[0], plan.signature.output_shapes[0], plan.signature.halos
-    given = layout.mesh, plan.cut_axes, plan.inputs, shapes, world().rank if rank is None else rank
-    return ShardContext(*given, halos=halos, output=(layout, shape))
+    given = plan.outputs[0].mesh, plan.cut_axes, plan.inputs, shapes, world().rank if rank is None else rank
+    output = plan.outputs[0], plan.signature.output_shapes[0]
+    return ShardContext(*given, halos=plan.signature.halos, output=output)
 
 
 def run_locally(plan, tensors, operator, context):
