@@ -108,7 +108,7 @@ def run_ranks(plan, inputs, state=None):
     Returns:
         For every output a dict from rank to array.
     """
-    graphs = {rank: algorithm_graph(plan, MESH, rank) for rank in MESH.rank_list}
+    graphs = {rank: algorithm_graph(plan, rank) for rank in MESH.rank_list}
     random = np.random.default_rng(2)
     known = {rank: {} for rank in graphs}
     arguments = tree_leaves(list(graphs[0].arguments.values()))
@@ -174,7 +174,7 @@ def test_graphs_of_all_ranks_are_alike():
         for function, given in product(functions.values(), cuts[::2]):
             for plan in plans_of(function, arrays, given)[1]:
                 found.add(plan.algorithm)
-                first, other = (algorithm_graph(plan, MESH, rank) for rank in (0, 3))
+                first, other = (algorithm_graph(plan, rank) for rank in (0, 3))
                 assert list(map(str, other.nodes)) == list(map(str, first.nodes))
                 assert [c.value for c in other.constants] == [c.value for c in first.constants]
                 assert str(other.result) == str(first.result)
@@ -183,7 +183,7 @@ def test_graphs_of_all_ranks_are_alike():
 
 def test_positions_differ_between_ranks_in_constants_only():
     plan = plans_of(LOOKUPS["gather"], [TABLE, INDICES], layout(("dp", "tp")))[1][0]
-    starts = [algorithm_graph(plan, MESH, rank).constants for rank in MESH.rank_list]
+    starts = [algorithm_graph(plan, rank).constants for rank in MESH.rank_list]
     assert [int(start.array) for (start,) in starts] == [0, 16, 32, 48]
     assert {start.array.shape for (start,) in starts} == {()}
 

@@ -117,7 +117,7 @@ def test_the_program_hands_its_mask_to_the_operator():
     metas = [tensor_meta(shape, "float16") for shape in (Q, KV, KV)]
     plan = plan_of(Cell(), metas, {}, arriving={place: Layout.on(MESH, HEADS) for place in range(3)})
     (entry,) = (each for each in plan.instructions if isinstance(getattr(each, "node", None), OperatorNode))
-    graph = algorithm_graph(entry, MESH, 0)
+    graph = algorithm_graph(entry, 0)
     node = graph.nodes[-1]
     assert node.operator == "FlashAttentionScore" and node.args[4].shape == (1, 2, 16, 3) and node.args[10] == 2
     assert [value.shape for value in tree_leaves(node.outputs)] == entry.local_shapes

@@ -8,11 +8,10 @@ from dataclasses import replace
 from mindspore import nn
 
 from mindformers_core.capture.capture import capture
-from mindformers_core.communication import world
-from mindformers_core.dtensor.distributed_operators import ShardContext, algorithm_named
+from mindformers_core.dtensor.distributed_operators import run_locally, shard_context
 from mindformers_core.dtensor.move import device_model, meta_of
-from mindformers_core.operators import TensorMeta, tensor_meta
-from mindformers_core.program.structure import Value, tree_fill, tree_leaves, tree_map
+from mindformers_core.operators import tensor_meta
+from mindformers_core.program.structure import tree_leaves, tree_map
 from mindformers_core.propagation.operators import call_shapes
 from mindformers_core.redistribution import plan_redistribution
 
@@ -27,8 +26,7 @@ def algorithm_of(plan):
     Raises:
         CaptureError: the algorithm looks at values.
     """
-    mesh = plan.inputs[0].mesh
-    graph = algorithm_graph(plan, mesh, mesh.rank_list[0])
+    graph = algorithm_graph(plan, plan.outputs[0].mesh.rank_list[0])
     return graph, [redistribution_steps(node) for node in graph.nodes]
 
 
@@ -40,7 +38,7 @@ def redistribution_steps(node):
     return plan_redistribution(source, target, source.global_shape(value.shape), value.dtype, device_model()).steps
 
 
-def algorithm_graph(plan, mesh, rank=None):
+def algorithm_graph(plan, rank=None):
     """The graph of a distributed algorithm, which replaces a sharded operator, on local shapes.
 
     Three kinds of nodes are special:
@@ -51,7 +49,6 @@ def algorithm_graph(plan, mesh, rank=None):
 
     Args:
         plan: the `OperatorPlan` of an operator that has an `algorithm`.
-        mesh: the mesh of its layouts.
         rank: for which rank; default: this process's. Graphs of different ranks differ in constants only.
 
     Returns:
@@ -63,25 +60,11 @@ def algorithm_graph(plan, mesh, rank=None):
     """
     values = tree_leaves((plan.node.args, plan.node.kwargs))
     metas = [tensor_meta(layout.local_shape(value.shape), value.dtype) for layout, value in zip(plan.inputs, values)]
-    graph = capture(_Algorithm(plan, shard_context(plan, mesh, world().rank if rank is None else rank)), *metas)
+    graph = capture(_Algorithm(plan, shard_context(plan, rank)), *metas)
     found = [value.shape for value in tree_leaves(graph.result)]
     expected = plan.local_shapes
     assert found == expected, f"algorithm '{plan.algorithm}' of {plan.node.operator} gives {found}, not {expected}"
     return graph
-
-
-def shard_context(plan, mesh, rank):
-    """The `ShardContext` of an `OperatorPlan` with an algorithm."""
-    shapes = tuple(value.shape for value in tree_leaves((plan.node.args, plan.node.kwargs)))
-    output = plan.outputs[0], tree_leaves(plan.node.outputs)[0].shape
-    return ShardContext(mesh, plan.cut_axes, plan.inputs, shapes, rank, halos=plan.signature.halos, output=output)
-
-
-def run_algorithm(plan, tensors, operator, context):
-    """The results of a plan's algorithm for local tensors; `operator` is a function of `(args, kwargs)`."""
-    call = plan.signature.localized(plan.node.args, plan.node.kwargs, plan.local_shapes, runs_algorithm=True)
-    args, kwargs = tree_fill(call, tensors, (Value, TensorMeta))
-    return algorithm_named(plan.algorithm)(lambda *local: operator(local, kwargs), args, context)
 
 
 def called_node(node, args):
@@ -100,7 +83,7 @@ class _Algorithm(nn.Cell):
     def construct(self, *tensors):
         self.recorder = tensors[0].recorder
         cut = replace(self.cut, redistribute=self._move, next_random_state=self.recorder.random_state)
-        return run_algorithm(self.plan, tensors, self._operator, cut)
+        return run_locally(self.plan, tensors, self._operator, cut)
 
     def _move(self, local, source, target):
         """As `redistribute_local`, recorded as a node."""

@@ -15,7 +15,7 @@ from mindspore import Parameter, Tensor, ops
 from mindformers_core.communication.world import process_state
 from mindformers_core.dtensor.aliases import check_current, is_view, share_memory, stale_plain
 from mindformers_core.dtensor.compositions import composed
-from mindformers_core.dtensor.distributed_operators import ShardContext, algorithm_named
+from mindformers_core.dtensor.distributed_operators import run_locally, shard_context
 from mindformers_core.dtensor.dropout import WITHOUT_SEEDS
 from mindformers_core.dtensor.dtensor import DTensor, adopted, parameter_view, wrap
 from mindformers_core.dtensor.in_place import is_in_place
@@ -23,8 +23,9 @@ from mindformers_core.dtensor.move import device_model, dtype_name, redistribute
 from mindformers_core.layout import Layout
 from mindformers_core.operators import TensorMeta, resolve, signature_of, tensor_meta
 from mindformers_core.operators.registry import facts_of, rule_attributes
-from mindformers_core.program.structure import tree_fill, tree_leaves, tree_map
-from mindformers_core.propagation.operators import algorithm_of
+from mindformers_core.program.graph import OperatorNode
+from mindformers_core.program.structure import Value, tree_fill, tree_leaves, tree_map
+from mindformers_core.propagation.operators import operator_plan
 
 _MOST_PROGRAMS = 65536  # a number that changes with every step would fill the memory with programs
 
@@ -152,9 +153,9 @@ class _Program:
             that its rule takes besides.
         function: of ours that is called in its place, or None.
         mesh: that of its tensors.
+        plan, context: the `OperatorPlan`, and the `ShardContext` of its algorithm, if it has one; a `TensorMeta` is in
+            the place of every tensor, and the dtypes of the outputs are not known.
         targets: for every tensor the layout that it is redistributed to, or None.
-        algorithm: the algorithm that runs in the operator's place with `context`, or None.
-        args, kwargs: the local call's arguments, a `TensorMeta` in the place of every tensor.
         direct: whether the local call differs from the global one only in its tensors, which are the local ones.
         is_view: whether results share memory with the first tensor on one card.
         constant: whether no gradient flows to the outputs.
@@ -174,27 +175,18 @@ class _Program:
         self.is_view = is_view(name, args, kwargs) and type(tensors[0]) is DTensor
         self.constant = not any(meta.differentiable for meta in metas)
         signature = signature_of(name, args, kwargs | attributes)
-        resolution = resolve(signature, metas, mesh, device_model())
-        self.layouts, self.shapes = resolution.outputs, signature.output_shapes
-        self.targets = tuple(map(_target, metas, resolution.inputs))
-        algorithm, axes = algorithm_of(name, signature, resolution.axes_of)
-        self.algorithm = algorithm and algorithm_named(algorithm)
-        shapes, output = tuple(meta.shape for meta in metas), next(zip(self.layouts, self.shapes), ())
-        self.context = ShardContext(mesh, axes, resolution.inputs, shapes, halos=signature.halos, output=output)
+        outputs = tuple(Value(place, shape, "", name) for place, shape in enumerate(signature.output_shapes))
+        node = OperatorNode(name, "function", args, kwargs, outputs, None, None, None)
+        self.plan = plan = operator_plan(node, signature, resolve(signature, metas, mesh, device_model()))
+        self.context = plan.algorithm and shard_context(plan)
+        self.targets = tuple(map(_target, metas, plan.inputs))
         flat = not kwargs and sum(isinstance(argument, TensorMeta) for argument in args) == len(metas)
-        self.direct = flat and signature.localize is None and self.algorithm is None and not any(self.targets)
-        local_shapes = [layout.local_shape(shape) for layout, shape in zip(self.layouts, self.shapes)]
-        self.args, self.kwargs = signature.localized(args, kwargs, local_shapes, self.algorithm is not None)
+        self.direct = flat and plan.local_call == (args, kwargs) and not plan.algorithm and not any(self.targets)
 
     def run(self, func, primitive, args, tensors):
         """Redistribute the inputs, call the operator on local tensors, and wrap the results."""
-        if self.direct:
-            args, kwargs = list(map(_local, args)), {}
-        else:
-            parts = [_local_part(tensor, target) for tensor, target in zip(tensors, self.targets)]
-            args, kwargs = tree_fill((self.args, self.kwargs), parts, TensorMeta)
 
-        def operator(*local_args):
+        def operator(local_args, kwargs):
             if self.function is not None:
                 return self.function(*local_args, **kwargs, **self.attributes)
             if primitive is None:
@@ -203,7 +195,11 @@ class _Program:
             primitive_here = _made(type(primitive), changed) if changed else primitive
             return func(primitive_here, self.name, local_args[: self.given])
 
-        result = operator(*args) if self.algorithm is None else self.algorithm(operator, args, self.context)
+        if self.direct:
+            result = operator(tuple(map(_local, args)), {})
+        else:
+            parts = [_local_part(tensor, target) for tensor, target in zip(tensors, self.targets)]
+            result = run_locally(self.plan, parts, operator, self.context)
         metas = self.metas
         if metas is None:
             metas = self._check_outputs(result)
@@ -215,13 +211,12 @@ class _Program:
 
     def _check_outputs(self, result):
         """The metas of the outputs; checks the shapes of the local results against the rule's prediction."""
-        results = [result] if isinstance(result, Tensor) else result
+        results, produced = [result] if isinstance(result, Tensor) else result, self.plan.produced
         if facts_of(self.name).gather:  # each rank has whole results
-            self.shapes = [tuple(local.shape) for local in results]
-            self.layouts = [Layout.on(self.mesh, ((),) * local.ndim) for local in results]
+            produced = [(local, Layout.on(self.mesh, ((),) * local.ndim)) for local in results]
         metas = tuple(
-            tensor_meta(shape, dtype_name(local.dtype), layout, self.constant)
-            for local, shape, layout in zip(results, self.shapes, self.layouts, strict=True)
+            tensor_meta(tuple(whole.shape), dtype_name(local.dtype), layout, self.constant)
+            for local, (whole, layout) in zip(results, produced, strict=True)
         )
         for local, meta in zip(results, metas):
             if tuple(local.shape) != meta.local_shape:

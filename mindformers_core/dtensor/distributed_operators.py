@@ -27,7 +27,11 @@ from mindformers_core.dtensor.move import dtype_name, redistribute_local
 from mindformers_core.dtensor.scans import SCANS, finite_top
 from mindformers_core.dtensor.statistics import band, group_norm, norm, product, spread, trace, wide
 from mindformers_core.layout import Layout
+from mindformers_core.operators import TensorMeta
 from mindformers_core.operators.rules.dims import as_dims
+from mindformers_core.program.structure import Value, tree_fill, tree_leaves
+
+_TENSORS = Value, TensorMeta  # what stands for tensors among the arguments of a node
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,7 @@ class ShardContext:
         axes: the axes that shard the operator's own dim, major to minor; empty for an algorithm that always runs.
         layouts: the layout of every tensor input as the operator gets it.
         shapes: the global shape of every tensor input.
-        rank: the rank that runs, or for which it is written down. Default: this process's.
+        rank: the rank that runs, or for which it is written down.
         redistribute: `redistribute(local, source, target)` takes a local tensor from one layout to another.
         next_random_state: gives seed and offset of the next random draw.
         halos: of the operator's `Signature`.
@@ -51,7 +55,7 @@ class ShardContext:
     axes: tuple
     layouts: tuple
     shapes: tuple
-    rank: int = field(default_factory=lambda: world().rank)
+    rank: int
     redistribute: Callable = redistribute_local
     next_random_state: Callable = next_random_state
     halos: dict = field(default_factory=dict)
@@ -290,8 +294,29 @@ ALGORITHMS = {
 }
 
 
-def algorithm_named(name):
-    """The algorithm of a name, which rules ask for. Raises `ValueError` where there is none."""
-    if name not in ALGORITHMS:
-        raise ValueError(f"a rule asks for the algorithm '{name}'; there are {', '.join(sorted(ALGORITHMS))}")
-    return ALGORITHMS[name]
+def shard_context(plan, rank=None):
+    """The `ShardContext` of an `OperatorPlan` with an algorithm; default: on this process's rank."""
+    shapes = tuple(tensor.shape for tensor in tree_leaves((plan.node.args, plan.node.kwargs), _TENSORS))
+    given = plan.outputs[0].mesh, plan.cut_axes, plan.inputs, shapes, world().rank if rank is None else rank
+    output = plan.outputs[0], plan.signature.output_shapes[0]
+    return ShardContext(*given, halos=plan.signature.halos, output=output)
+
+
+def run_locally(plan, tensors, operator, context):
+    """The results of an `OperatorPlan` for a rank's parts of its tensors: of its algorithm, or of the operator itself.
+
+    Args:
+        plan, tensors: the plan, and the parts in the layouts that it requires.
+        operator: function of `(args, kwargs)` that calls the operator.
+        context: the `ShardContext`; not used without an algorithm.
+
+    Raises:
+        ValueError: there is no algorithm of this name.
+    """
+    args, kwargs = tree_fill(plan.local_call, tensors, _TENSORS)
+    if plan.algorithm is None:
+        return operator(args, kwargs)
+    if plan.algorithm not in ALGORITHMS:
+        known = ", ".join(sorted(ALGORITHMS))
+        raise ValueError(f"a rule asks for the algorithm '{plan.algorithm}'; there are {known}")
+    return ALGORITHMS[plan.algorithm](lambda *local: operator(local, kwargs), args, context)

@@ -285,11 +285,7 @@ class FunctionSource:
         operands = self._operands(node, plan.inputs)
         if plan.algorithm is not None:
             return self._algorithm(plan, operands, hint)
-        args, kwargs = tree_fill((node.args, node.kwargs), operands, (Value, TensorMeta))
-        localized = tree_fill(plan.signature.localized(args, kwargs, plan.local_shapes), operands, (Value, TensorMeta))
-        if (*localized[0], *localized[1].values()) != (*args, *kwargs.values()):
-            args, kwargs = localized
-        expression = self.parts.operator_call(node, args, kwargs)
+        expression = self.parts.operator_call(node, *tree_fill(plan.local_call, operands, (Value, TensorMeta)))
         self._receive(node.outputs, plan.outputs, self._hints(node, hint), expression)
 
     def _operands(self, node, layouts):
@@ -301,7 +297,7 @@ class FunctionSource:
 
     def _algorithm(self, plan, operands, hint):
         """The operators and collectives of a distributed algorithm, in the operator's place."""
-        graph = algorithm_graph(plan, self.frame.mesh)
+        graph = algorithm_graph(plan)
         variables, keeper = self.variables, self.keeper
         self.variables = {
             (value.id, None): operand.name for value, operand in zip(tree_leaves(graph.arguments), operands)

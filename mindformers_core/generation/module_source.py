@@ -7,7 +7,7 @@ from mindspore import nn
 
 from mindformers_core.communication.communicator import collective_attributes
 from mindformers_core.generation.function_source import FunctionSource
-from mindformers_core.generation.operator_source import operator_source, primitive_source
+from mindformers_core.generation.operator_source import node_source
 from mindformers_core.layout import Layout
 from mindformers_core.operators.registry import facts_of
 from mindformers_core.program.deferral import PRODUCTS, deferrals
@@ -191,11 +191,7 @@ class ModuleSource:
 
     def operator_call(self, node, args, kwargs):
         """An operator call as source; `NamedTensor`s stand for tensors."""
-        primitive = node.primitive
-        if primitive is not None and args[primitive.inputs :] == node.args[primitive.inputs :] and not kwargs:
-            call = primitive_source(primitive, self.operator_name(node.operator) + "_op", args)
-        else:
-            call = operator_source(node.operator, args, kwargs, primitive and primitive.attributes)
+        call = node_source(node, args, kwargs, self.operator_name(node.operator) + "_op")
         self.imports.update(call.imports)
         function = call.instance and self._instance(*call.instance)
         return call.expression(lambda operand: operand.name, function)

@@ -122,13 +122,16 @@ def operator_source(name: str, args: tuple, kwargs: dict | None = None, attribut
     return _call(form.imports, (instance, f"{form.function}({', '.join(map(_written, constants))})"), instance, given)
 
 
-def primitive_source(primitive, hint, args):
-    """The `Call` of a classic primitive.
+def node_source(node, args, kwargs, hint):
+    """The `Call` of an `OperatorNode` with other tensors, or other arguments, than its own.
 
     Args:
-        primitive, hint: the `PrimitiveUse`, and the name to start from of its instance.
-        args: as of `operator_source`.
+        node, args, kwargs: the node, and arguments as of `operator_source`.
+        hint: the name to start from of the instance of a classic primitive.
     """
+    primitive = node.primitive
+    if primitive is None or kwargs or args[primitive.inputs :] != node.args[primitive.inputs :]:
+        return operator_source(node.operator, args, kwargs, primitive and primitive.attributes)
     named = {key: literal(value) for key, value in primitive.attributes.items()}
     kind = getattr(import_module(primitive.module), primitive.name)
     names = _parameters(kind.__call__, skipped=1) if "__call__" in vars(kind) else ()

@@ -5,6 +5,7 @@ the layout in which the tensor arrives or is produced, or the target of an earli
 """
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from mindformers_core.layout import Layout
 from mindformers_core.program.graph import match_arguments
@@ -97,6 +98,14 @@ class OperatorPlan(_NodePlan):
     def local_shapes(self):
         """The local shape of every output."""
         return [layout.local_shape(value.shape) for value, layout in self.produced]
+
+    @cached_property
+    def local_call(self):
+        """The arguments of a rank's call, `(args, kwargs)`: those of the node, or those that its signature gives."""
+        args, kwargs, algorithm = self.node.args, self.node.kwargs, self.algorithm
+        call = self.signature.localized(args, kwargs, self.local_shapes, algorithm is not None)
+        is_same = algorithm is None and (*call[0], *call[1].values()) == (*args, *kwargs.values())
+        return (args, kwargs) if is_same else call
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,7 +5,7 @@ import re
 from mindspore import Tensor, ops
 
 from mindformers_core.dtensor.move import dtype_name
-from mindformers_core.generation.operator_source import operator_source, primitive_source
+from mindformers_core.generation.operator_source import node_source
 from mindformers_core.operators.signature import is_float
 from mindformers_core.program.structure import tree_leaves, tree_map
 
@@ -41,10 +41,7 @@ class OperatorCalls:
         """The function of the tensors among its arguments, each taken once, that calls an operator."""
         tensors = {id(tensor): None for tensor in tree_leaves((args, kwargs), Tensor)}
         names = {number: f"tensor_{place}" for place, number in enumerate(tensors)}
-        if node.primitive is None:
-            call = operator_source(node.operator, args, kwargs)
-        else:
-            call = primitive_source(node.primitive, "operator", args)
+        call = node_source(node, args, kwargs, "operator")
         body, space = call.expression(lambda tensor: names[id(tensor)]), {}
         constructor = "" if call.instance is None else f"{call.instance[0]} = {call.instance[1]}"
         text = f"def call({', '.join(names.values())}):\n    return {body}"

@@ -8,7 +8,8 @@ from functools import partial
 import numpy as np
 from mindspore import Tensor
 
-from mindformers_core.capture.algorithm_graph import called_node, run_algorithm, shard_context
+from mindformers_core.capture.algorithm_graph import called_node
+from mindformers_core.dtensor.distributed_operators import run_locally, shard_context
 from mindformers_core.operators.registry import facts_of
 from mindformers_core.program.structure import Value, tree_fill, tree_leaves
 from mindformers_core.verification.comparison import close, expected_part, largest
@@ -76,7 +77,7 @@ def compare_ranges(check, rank, meshes, cases):
             continue
         local = [Tensor(expected_part(array, layout, rank)) for array, layout in zip(inputs, entry.inputs, strict=True)]
         try:
-            results = run_algorithm(entry, local, partial(operator, entry.node), shard_context(entry, mesh, rank))
+            results = run_locally(entry, local, partial(operator, entry.node), shard_context(entry, rank))
         except TypeError as error:  # on all ranks: a part of the algorithm has no such kernel
             note = f"not verified: {entry.node.operator} in float16: {str(error).partition(chr(10))[0]}"
             check.notes += (note,) * (note not in check.notes)
