@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 from mindspore import Tensor
 
+from mindformers_core.communication import Permute
 from mindformers_core.communication.groups import make_group
 from mindformers_core.communication.simulated import SimulatedCollective, SimulatedRanks, SimulatedTransport
 from mindformers_core.communication.world import rank_of, world
+from mindformers_core.layout import Layout
 from mindformers_core.mesh import DeviceMesh
 
 MESH = DeviceMesh((2, 3), ("dp", "tp"))
@@ -43,6 +45,19 @@ def test_collectives_of_simulated_ranks(axes, dtype):
             given, found = collected(kind, axes, *arguments, dtype=dtype)
             np.testing.assert_array_equal(found[rank], expected([given[member] for member in members]))
             assert found[rank].dtype == dtype
+
+
+def test_a_permute_of_simulated_ranks():
+    """Every rank gives its array to the next one of its group."""
+    x = np.arange(12.0).reshape(6, 2)
+    source, target = (Layout.on(MESH, [axes, ()]) for axes in (("dp", "tp"), ("tp", "dp")))
+
+    def work(rank):
+        return Permute(MESH, ("dp", "tp"), source, target)(Tensor(x[[rank]])).asnumpy()
+
+    rows = [2 * (rank % 3) + rank // 3 for rank in range(6)]
+    found = SimulatedRanks(MESH.size).run(work)
+    np.testing.assert_array_equal(np.concatenate(found), x[rows])
 
 
 def test_ranks_that_wait_for_each_other_are_named():

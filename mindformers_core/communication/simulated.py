@@ -98,8 +98,9 @@ class SimulatedRanks:
             raise _Stopped  # callers explain the errors of a collective's backend in words of their own
         del self._meetings[ranks]
         _, given, arrays = zip(*(meeting[other] for other in group.ranks))
+        arguments = ([destination for destination, _ in given],) if kind == "permute" else arguments
         try:
-            found = exchange(kind, arrays, *([places for (places,) in given],) if kind == "permute" else arguments)
+            found = exchange(kind, arrays, *arguments)
         except (IndexError, ValueError) as error:  # shapes that don't fit
             raise ValueError(f"{_shown(issued)}, number {number} over {group}: {error}") from None
         self._results.update(zip(group.ranks, found, strict=True))
