@@ -15,6 +15,7 @@ from mindformers_core.layout import layout
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.sharding.shard import shard
 from mindformers_core.sharding.sharded_cells import ShardedCell
+from mindformers_core.tensor_parallel.clipping import ClipByGlobalNorm
 
 WIDTH = 8
 TP = {"weight": {"weight": layout("tp", None)}}
@@ -212,6 +213,14 @@ def test_every_rank_computes_what_one_card_does(kind):
     check = verify(kind(), DeviceMesh((2, 2), ("dp", "tp")), numbers(4, WIDTH), plan=plan)
     assert not check.faults, check.report()
     assert check.compared and "not verified" not in check.report()
+
+
+def test_a_gradient_without_elements_adds_nothing_to_the_norm():
+    """MindSpore's sum of no elements is what the memory held before."""
+    weights = [Parameter(Tensor(np.ones(shape, np.float32)), name) for name, shape in (("a", (0, 8)), ("b", (4,)))]
+    gradients = tuple(Tensor(weight.asnumpy()) for weight in weights)
+    (numbers(7) * 3).sum().asnumpy()
+    assert ClipByGlobalNorm(weights, 1.0)(gradients)[1] == 2
 
 
 def test_a_dict_by_name_has_all_parameters_of_equal_names():

@@ -24,7 +24,7 @@ from mindformers_core.checkpoint.save import SaveError, clean, commit, plan_save
 from mindformers_core.checkpoint.slices import WORDS, FileLayer, read_file, write_file
 
 _ALIGNED = 64  # bytes
-_POLL = 0.02  # seconds
+_POLL, _REMOVAL = 0.02, 2.0  # seconds: between two looks at a folder, and for its removal at most
 
 
 def places(pieces):
@@ -82,8 +82,8 @@ def write_snapshot(everywhere, request, memory, files=None):
             with suppress(OSError):
                 files.remove(meeting)
             clean(folder, files)
-        elif not os.path.isdir(meeting):  # the error of rank 0 comes first
-            return
+        elif _is_removed(meeting, _REMOVAL if isinstance(error, FileNotFoundError) else 0):
+            return  # the error of rank 0 comes first
         raise SaveError.of(folder, error) from error
     prune(folder, *request["keep"], files)
 
@@ -91,6 +91,14 @@ def write_snapshot(everywhere, request, memory, files=None):
 def _await(path):
     while not os.path.exists(path):
         time.sleep(_POLL)
+
+
+def _is_removed(folder, seconds):
+    """Whether a folder is gone, now or within so long: its files go first."""
+    end = time.monotonic() + seconds
+    while os.path.isdir(folder) and time.monotonic() < end:
+        time.sleep(_POLL)
+    return not os.path.isdir(folder)
 
 
 def _end_with(parent):

@@ -34,7 +34,7 @@ class ClipByGlobalNorm(nn.Cell):
         counted = (True,) * len(parameters) if counted is None else counted
         places = {}
         for place, (parameter, is_counted) in enumerate(zip(parameters, counted, strict=True)):
-            if is_counted:
+            if is_counted and parameter.size:  # MindSpore leaves a sum of no elements unwritten
                 places.setdefault(sharding_of(parameter), []).append(place)
         self.places = tuple(tuple(entry) for entry in places.values())
         self.sums = nn.CellList([sum_cell(mesh, axes) for mesh, axes in places])
