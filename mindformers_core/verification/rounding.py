@@ -15,13 +15,13 @@ def factors(shape, eps, draw):
     return 1 + FACTOR * eps * draw.choice([-1, 1], shape)
 
 
-def allowances(card, perturbed):
-    """Id of each array of a `OneCard` -> the absolute difference that rounding may make to it, as `perturbed` says.
+def allowances(card, *others):
+    """Id of each array of a `OneCard` -> the absolute difference that rounding may make to it, as other runs say.
 
     Infinite where integers or infinities differ: rounding decides them.
     """
-    other = dict(_arrays(perturbed))
-    return {id(array): _allowed(array, other[place]) for place, array in _arrays(card)}
+    tables = [dict(_arrays(other)) for other in others]
+    return {id(array): max(_allowed(array, table[place]) for table in tables) for place, array in _arrays(card)}
 
 
 def _arrays(card):
