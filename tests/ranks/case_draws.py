@@ -51,7 +51,7 @@ def drawn(net, x, seed):
     return (found.full_tensor() if hasattr(found, "full_tensor") else found).asnumpy()
 
 
-@on_ranks(2, 4)
+@on_ranks(2, nightly=(4,))
 def case_draws_without_tensors_are_those_of_one_card():
     """In every mode; those of a mesh of one rank are in `test_draws`."""
     with nothing_seeded():

@@ -156,7 +156,7 @@ def case_recomputed_compiled_levels_give_the_same_bits():
         assert equal(sharded(True, tp=1, **settings)[0], expected), settings
 
 
-@on_ranks(4)
+@on_ranks(nightly=(4,))
 def case_recomputed_levels_give_the_same_bits():
     """dp 2 x tp 2; at level 3 weights are there when they are needed again, also where operators cross units."""
     expected, _, _ = sharded(False)
