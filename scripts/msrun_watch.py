@@ -188,7 +188,8 @@ def watch(msrun, msrun_log, follower):
         follower.show()
         ranks.update(worker_ranks(msrun.pid))
         if failure is None:
-            failure = find_failure(msrun_log, ranks)
+            found = killed_worker(ranks)  # msrun looks once a second, in order of ranks: others may have failed of it
+            failure = find_failure(msrun_log, ranks) or found
             deadline = time.monotonic() + SCHEDULER_GRACE_SECONDS
         elif time.monotonic() > deadline:
             kill_children(msrun.pid)
@@ -202,6 +203,16 @@ def find_failure(msrun_log, ranks):
     msrun_log.seek(0)
     match = WORKER_FAILED.search(msrun_log.read())
     return match and (ranks.get(int(match[1])), int(match[2]))
+
+
+def killed_worker(ranks):
+    """`(rank, exit code)` of a worker that a signal has ended, and that msrun hasn't noticed yet, or `None`."""
+    for pid, rank in ranks.items():
+        with suppress(OSError):
+            state, *_, status = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            if state == "Z" and int(status) & 127:  # as of waitpid(2)
+                return rank, -(int(status) & 127)
+    return None
 
 
 def worker_ranks(msrun_pid):
