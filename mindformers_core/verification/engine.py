@@ -107,8 +107,9 @@ def _simulated(subject, plans, precision, notes):
     for that of the dtypes in the model's own code, and for that of kernels in programs.
     """
     graphs = {stage: graph for (stage, _), (graph, _) in sorted(plans.items(), key=lambda entry: entry[0][0])}
-    given = {"dtype": precision.dtype, "divisor": subject.divisor, "passes": subject.passes}
-    card = partial(OneCard, graphs, subject.parameters, **given)
+    card = partial(
+        OneCard, graphs, subject.parameters, dtype=precision.dtype, divisor=subject.divisor, passes=subject.passes
+    )
 
     def of_kernel(_, operator):
         return EPS["float32" if operator in FLOAT32_KERNELS else precision.dtype]

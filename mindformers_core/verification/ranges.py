@@ -14,8 +14,8 @@ from mindformers_core.operators.registry import facts_of
 from mindformers_core.program.structure import Value, tree_fill, tree_leaves
 from mindformers_core.verification.comparison import close, expected_part, largest
 from mindformers_core.verification.operators import OperatorCalls
+from mindformers_core.verification.rounding import PEAK
 
-_PEAK = 300.0  # of float16 numbers, whose squares have no float16
 _LIMITS = 2**-6, 0.0  # tolerance and rounding
 
 
@@ -45,7 +45,7 @@ def _taken(node):
 
 def _large(array):
     """Floats scaled to a peak, in float16; integers as they are."""
-    scale = _PEAK / (np.abs(array).max(initial=0.0) or 1.0)
+    scale = PEAK / (np.abs(array).max(initial=0.0) or 1.0)
     return (array * scale).astype(np.float16) if array.dtype.kind == "f" else array
 
 

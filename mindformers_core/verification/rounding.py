@@ -6,6 +6,7 @@ The idea is that of TTrace (2026), and of stochastic arithmetic (Parker, "Monte 
 import numpy as np
 
 EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+PEAK = 300.0  # of float16 numbers, whose squares have no float16
 FACTOR = 12.0  # of two estimates of a distance: clean pairs reached 4.3, two perturbed runs 8.3
 _SPREAD = 2.0  # of two perturbed runs by FACTOR units, in each of which other elements pass a kink, as that of ReLU
 

@@ -6,13 +6,13 @@ from mindspore import dtype as mstype
 
 from mindformers_core.optimizers.adamw import AdamW, decays
 from mindformers_core.optimizers.lamb import Lamb
+from mindformers_core.verification.rounding import PEAK
 
 _TOLERANCE = 1e-5  # optimizers take scalars and keep moments in float32,
 _ROUNDING = 2**-23  # and compute weights of float64 in float32
 _RATE = 1e-3  # the learning rate
 _FACTORS = 1.0, -0.5, 0.25  # of the gradients of three updates
 _LARGE = 2**18 + 3  # elements of a weight beyond those of small sizes
-_PEAK = 300.0  # of float16 gradients, whose squares have no float16
 
 
 def compare_step(check, observer, step, buckets):
@@ -39,7 +39,7 @@ def compare_step(check, observer, step, buckets):
     norm = np.sqrt(sum(np.square(gradient).sum() for gradient in summed.values()))
     (clipped, found), limits = clip(tuple(gradients)), (_TOLERANCE, check.precision.rounding)
     hold(2, "gradient norm", "", None, found, norm, limits=limits)
-    large = _PEAK / max((np.abs(each).max(initial=0.0) for each in summed.values()), default=1.0) if norm else 1.0
+    large = PEAK / max((np.abs(each).max(initial=0.0) for each in summed.values()), default=1.0) if norm else 1.0
     halves = tuple(ops.cast(gradient * large, mstype.float16) for gradient in gradients)
     hold(2, "norm of float16 gradients", "", None, clip.norm(halves), norm * large, limits=(2**-8, 0.0))
     factor = min(clip.max_norm / (norm + 1e-6), 1.0) if clip.max_norm else 1.0
