@@ -2,15 +2,18 @@
 
 from types import SimpleNamespace
 
+import pytest
+
 from mindformers_core.capture.capture import capture
 from mindformers_core.layout import Layout, bind_layout
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.program.structure import tree_leaves
 from mindformers_core.propagation.checking import check_plan
 from mindformers_core.propagation.propagate import propagate
+from mindformers_core.redistribution import redistribution_price
 from mindformers_core.sharding.declare import collect_declarations
 
-__all__ = ["CONFIGS", "MESH", "check_plan", "move_bytes", "plan_of", "stored", "whole"]
+__all__ = ["CONFIGS", "MESH", "check_plan", "communication", "move_bytes", "plan_of", "stored", "whole"]
 
 
 MESH = init_device_mesh((2, 2), ("dp", "tp"))
@@ -54,3 +57,10 @@ def move_bytes(plan):
     moves = [move for _, frame in plan.walk() for move in frame.redistributions]
     forward = sum(step.nbytes for move in moves for step in move.steps)
     return forward, sum(step.backward[1] for move in moves if move.gradient for step in move.steps)
+
+
+def communication(plan):
+    """Seconds of all redistributions of a plan: forward, and backward where a trained parameter is behind."""
+    moves = [move for _, frame in plan.walk() for move in frame.redistributions]
+    ends = [(move.source, move.target, move.value.shape, move.value.dtype, move.gradient) for move in moves]
+    return pytest.approx(sum(redistribution_price(*each, plan.device_model).communication for each in ends))

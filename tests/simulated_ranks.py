@@ -62,7 +62,7 @@ def collect(local, layout, shape):
 def run_forward(step, local):
     """What every rank holds after `step`."""
     if step.kind == "view":
-        return {rank: part.reshape(step.to_shape) for rank, part in local.items()}
+        return {rank: part.reshape(step.output_shape) for rank, part in local.items()}
     result = {}
     for ranks in step.source.mesh.groups(step.axes):
         result.update(zip(ranks, forward(step, ranks, [local[rank] for rank in ranks]), strict=True))
@@ -72,7 +72,7 @@ def run_forward(step, local):
 def run_backward(step, grads, inputs):
     """Gradients of the step's inputs, from those of its outputs; `inputs` is what went in forward."""
     if step.kind == "view":
-        return {rank: part.reshape(step.shape) for rank, part in grads.items()}
+        return {rank: part.reshape(step.local_shape) for rank, part in grads.items()}
     result = {}
     for ranks in step.source.mesh.groups(step.axes):
         members = [[tensors[rank] for rank in ranks] for tensors in (grads, inputs)]
@@ -152,9 +152,8 @@ def _pad(x, dim):
 
 def _destinations(step, ranks):
     """For every member of the group the place in it of the rank that shall hold the same slice."""
-    shape = step.source.global_shape(step.shape)
-    wanted = [step.target.local_slices(shape, rank) for rank in ranks]
-    return [wanted.index(step.source.local_slices(shape, rank)) for rank in ranks]
+    wanted = [step.target.local_slices(step.shape, rank) for rank in ranks]
+    return [wanted.index(step.source.local_slices(step.shape, rank)) for rank in ranks]
 
 
 def distribute_gradient(weights, local, layout, rng):

@@ -131,7 +131,8 @@ def test_shards_compute_what_one_card_does(call):
     for layouts in combinations(tensors, rng):
         metas = [meta_of(tensor, layout) for tensor, layout in zip(tensors, layouts)]
         signature, *_ = ask(call, metas)
-        check_resolution(call, tensors, layouts, resolve(signature, metas, MESH, CPU), rng)
+        resolution = resolve(OperatorCall(call.name, signature, tuple(metas), MESH, CPU))
+        check_resolution(call, tensors, layouts, resolution, rng)
 
 
 @all_cases
@@ -145,7 +146,7 @@ def test_alternatives_compute_what_one_card_does(call):
     wanted = [(dims, layout) for dims, layout in wanted if not layout.partial and not layout.varying]
     for layouts in combinations(tensors, rng)[-ARRIVING:]:
         metas = [meta_of(tensor, layout) for tensor, layout in zip(tensors, layouts)]
-        ways = alternatives(OperatorCall(signature, tuple(metas), MESH, CPU), wanted)
+        ways = alternatives(OperatorCall(call.name, signature, tuple(metas), MESH, CPU), wanted)
         for resolution in {(way.outputs, way.inputs): way for way in ways}.values():
             check_resolution(call, tensors, layouts, resolution, rng)
 
@@ -246,8 +247,8 @@ def test_nonlinear_operators_are_not_called_linear():
 def test_a_partial_sum_passes_a_linear_operator_and_is_reduced_for_another():
     partial = Layout.on(MESH, ((), ()), {"a": "sum"})
     x = tensor_meta((4, 8), "float32", partial)
-    assert resolve(signature_of("Neg", [x]), [x], MESH, CPU).outputs == (partial,)
-    assert not resolve(signature_of("Exp", [x]), [x], MESH, CPU).outputs[0].partial
+    assert resolve(OperatorCall("Neg", signature_of("Neg", [x]), (x,), MESH, CPU)).outputs == (partial,)
+    assert not resolve(OperatorCall("Exp", signature_of("Exp", [x]), (x,), MESH, CPU)).outputs[0].partial
 
 
 @pytest.mark.parametrize("number", [1, 0.5, True, np.float32(1), np.int64(-2), 1j, np.complex64(1j)], ids=repr)
@@ -278,8 +279,8 @@ def test_fused_attention_is_cut_along_batch_and_heads(layout):
     metas = [tensor_meta(shape, "float16", Layout.on(MESH, cut)) for shape, cut in zip((*shapes, mask), dims)]
     args = [*metas[:3], None, None, None, metas[3], None, None, None, 4, 1.0, 0.25, 2**31 - 1, 2**31 - 1, 0, number, 0]
     signature = signature_of("FlashAttentionScore", args)
-    resolution = resolve(signature, metas, MESH, CPU)
-    assert resolution.cost == 0 and [r.dims for r in resolution.inputs] == [m.layout.dims for m in metas]
+    resolution = resolve(OperatorCall("FlashAttentionScore", signature, tuple(metas), MESH, CPU))
+    assert not resolution.price.communication and [r.dims for r in resolution.inputs] == [m.layout.dims for m in metas]
     outputs = zip(resolution.outputs, signature.outputs)
     local_shapes = [given.local_shape(shape_of(signature, dims)) for given, dims in outputs]
     local_args = signature.localize(args, local_shapes)
@@ -297,7 +298,8 @@ def test_heads_of_one_group_are_cut_only_where_the_groups_are_apart():
     """A second cut of 2 groups of 2 heads: queries go on to be cut, keys and values are in whole groups."""
     query, key = Layout.on(MESH, ((), (), ("a", "b"))), Layout.on(MESH, ((), (), ("a",)))
     metas = [tensor_meta((2, 6, 64), "float16", query), *[tensor_meta((2, 6, 32), "float16", key)] * 2]
-    resolution = resolve(signature_of("FlashAttentionScore", [*metas, *[None] * 7, 4]), metas, MESH, CPU)
+    signature = signature_of("FlashAttentionScore", [*metas, *[None] * 7, 4])
+    resolution = resolve(OperatorCall("FlashAttentionScore", signature, tuple(metas), MESH, CPU))
     assert (resolution.inputs[0].dims, resolution.inputs[1].dims) == (query.dims, key.dims)
     assert resolution.outputs[3].dims == query.dims
 
@@ -322,8 +324,8 @@ def test_what_is_reduced_or_looked_up_need_not_be_gathered(name, args, expected)
     indices = tensor_meta((8,), "int64", Layout.on(MESH, ((),)))
     args = [table if value == (4, 8) else indices if value == "indices" else value for value in args]
     metas = [value for value in args if isinstance(value, TensorMeta)]
-    resolution = resolve(signature_of(name, args), metas, MESH, CPU)
-    assert resolution.inputs == tuple(meta.layout for meta in metas) and resolution.cost == 0
+    resolution = resolve(OperatorCall(name, signature_of(name, args), tuple(metas), MESH, CPU))
+    assert resolution.inputs == tuple(meta.layout for meta in metas) and not resolution.price.communication
     assert resolution.outputs == (expected,)
 
 

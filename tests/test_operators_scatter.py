@@ -21,7 +21,7 @@ from mindformers_core.dtensor.indexing import index_tensor
 from mindformers_core.explaining.report import make_report
 from mindformers_core.layout import Layout, layout
 from mindformers_core.mesh import DeviceMesh
-from mindformers_core.operators import resolve, signature_of, tensor_meta
+from mindformers_core.operators import OperatorCall, resolve, signature_of, tensor_meta
 from mindformers_core.operators.rules.elementwise import tensors_in
 from mindformers_core.redistribution import CPU
 
@@ -127,7 +127,7 @@ STAYS = [  # name, arguments, and the dim of the result that is cut, or "sum"; N
 def test_nothing_is_gathered(name, args, wanted):
     """Cut tensors stay so, also along a dim that the operator works on; others are taken in parts, which is free."""
     metas = tensors_in(args)
-    resolution = resolve(signature_of(name, args), metas, MESH, CPU)
+    resolution = resolve(OperatorCall(name, signature_of(name, args), tuple(metas), MESH, CPU))
     for meta, needed in zip(metas, resolution.inputs):
         assert needed.dims == meta.layout.dims or not any(meta.layout.dims)
     found = resolution.outputs[0]

@@ -250,7 +250,7 @@ def test_the_local_call_of_every_choice_gives_the_parts(call):
     wanted = [(d, given) for d, shape in zip(signature.outputs, shapes) for given in cuts_of(shape)]
     for layouts in combinations(tensors, rng)[-3:]:
         metas = tuple(map(meta_of, tensors, layouts))
-        for way in alternatives(OperatorCall(signature, metas, SQUARE, CPU), wanted):
+        for way in alternatives(OperatorCall(call.name, signature, metas, SQUARE, CPU), wanted):
             plan = operator_plan(node, signature, way)
             if plan.algorithm is None:
                 parts = [given.local_shape(shape) for given, shape in zip(way.outputs, shapes)]

@@ -7,7 +7,7 @@ import pytest
 
 from mindformers_core.layout import Layout
 from mindformers_core.mesh import init_device_mesh
-from mindformers_core.operators import resolve, signature_of, tensor_meta
+from mindformers_core.operators import OperatorCall, resolve, signature_of, tensor_meta
 from mindformers_core.operators.rules.shape import common_factors
 from mindformers_core.redistribution import CPU
 
@@ -56,6 +56,6 @@ def test_a_dim_that_is_cut_to_size_1_is_not_squeezed():
     layout = Layout.on(MESH, (("a", "b"), (), ()))
     x = tensor_meta((4, 1, 8), "float32", layout)
     signature = signature_of("Squeeze", [x])
-    resolution = resolve(signature, [x], MESH, CPU)
+    resolution = resolve(OperatorCall("Squeeze", signature, (x,), MESH, CPU))
     assert resolution.outputs == (Layout.on(MESH, (("a", "b"), ())),)
     assert signature.localize([x], [(1, 8)]) == (x, (1,))

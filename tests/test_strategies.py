@@ -9,7 +9,7 @@ from operator_calls import CALLS, is_many
 
 from mindformers_core.layout import Layout, layout
 from mindformers_core.mesh import init_device_mesh
-from mindformers_core.operators import resolve, signature_of, tensor_meta
+from mindformers_core.operators import OperatorCall, resolve, signature_of, tensor_meta
 from mindformers_core.propagation.boundaries import OperatorDeclaration
 from mindformers_core.propagation.strategies import declared_layouts
 from mindformers_core.redistribution import CPU
@@ -166,6 +166,7 @@ def test_strategies_of_any_operator(call):
         assert outputs == (None,) * len(signature.outputs)
         assert [tuple(map(entry.divisor, range(entry.ndim))) for entry in inputs] == list(strategies)
         arriving = [tensor_meta(one.shape, one.dtype, entry, True) for one, entry in zip(metas, inputs)]
-        resolution = resolve(signature, arriving, mesh, CPU)
-        assert resolution.cost == 0 and [entry.dims for entry in resolution.inputs] == [entry.dims for entry in inputs]
+        resolution = resolve(OperatorCall(call.name, signature, tuple(arriving), mesh, CPU))
+        assert not resolution.price.communication
+        assert [entry.dims for entry in resolution.inputs] == [entry.dims for entry in inputs]
     assert understood, "the strategy of ones, which comes first, is always right"

@@ -211,7 +211,7 @@ class _TraceBuilder:
             views = {"identity": tensor.is_view, "slice": True}
             strides = tensor.strides
             if step.to_shape is not None:
-                (strides,) = reshaped(None, (), {}, tensor.shape, strides, [step.to_shape])
+                (strides,) = reshaped(None, (), {}, tensor.shape, strides, [step.output_shape])
                 views["view"] = True
             how = (strides, tensor, views[kind]) if kind in views and strides is not None else ()
             moved = self.made(run, tensor.value, step.output_shape, tensor.requires_grad, *how)

@@ -24,7 +24,7 @@ _CELLS = {  # step kind -> (Cell, its arguments after mesh and axes: attributes 
     "to_partial": (collectives.ToPartial, ("op",)),
     "to_partial_varying": (collectives.ToPartialVarying, ()),
     "pad": (collectives.PadToPartial, ("dim",)),
-    "view": (collectives.View, ("shape", "to_shape")),
+    "view": (collectives.View, ("local_shape", "output_shape")),
 }
 
 

@@ -21,7 +21,7 @@ from mindformers_core.dtensor.dtensor import DTensor, adopted, parameter_view, w
 from mindformers_core.dtensor.in_place import is_in_place
 from mindformers_core.dtensor.move import device_model, dtype_name, redistribute_local
 from mindformers_core.layout import Layout
-from mindformers_core.operators import TensorMeta, resolve, signature_of, tensor_meta
+from mindformers_core.operators import OperatorCall, TensorMeta, resolve, signature_of, tensor_meta
 from mindformers_core.operators.registry import facts_of, rule_attributes
 from mindformers_core.program.graph import OperatorNode
 from mindformers_core.program.structure import Value, tree_fill, tree_leaves, tree_map
@@ -177,7 +177,8 @@ class _Program:
         signature = signature_of(name, args, kwargs | attributes)
         outputs = tuple(Value(place, shape, "", name) for place, shape in enumerate(signature.output_shapes))
         node = OperatorNode(name, "function", args, kwargs, outputs, None, None, None)
-        self.plan = plan = operator_plan(node, signature, resolve(signature, metas, mesh, device_model()))
+        call = OperatorCall(name, signature, tuple(metas), mesh, device_model())
+        self.plan = plan = operator_plan(node, signature, resolve(call))
         self.context = plan.algorithm and shard_context(plan)
         self.targets = tuple(map(_target, metas, plan.inputs))
         flat = not kwargs and sum(isinstance(argument, TensorMeta) for argument in args) == len(metas)

@@ -1,93 +1,41 @@
 """From the layouts in which an operator's inputs arrive to those in which it computes: the cheapest. Pure Python.
 
 On each mesh axis an operator has few options: to shard a factor that some input already shards, to pass a partial sum
-through, or to replicate the computation. All combinations over the axes are priced with the redistributions that they
-need, forward and backward; the cheapest is chosen, and among equals the one that shards most.
+through, or to replicate the computation. All combinations over the axes are priced: the redistributions that they need,
+forward and backward, the computation on one rank, and the steps of a distributed algorithm. The cheapest is chosen, and
+among equals the one that shards most. Declared cuts come before prices: see `OperatorCall.kept`.
 """
 
-import math
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import product
 
 from mindformers_core.layout import Layout
-from mindformers_core.operators.signature import Signature, tensor_meta
+from mindformers_core.operators.choice import Choice, Resolution
+from mindformers_core.operators.computation import computation_seconds, local_sizes
+from mindformers_core.operators.registry import FLOWS, facts_of
 from mindformers_core.placement import axes_in, entry_of, merged_entry, parts_of, split_entry
-from mindformers_core.redistribution import plan_redistribution
+from mindformers_core.redistribution import FREE, Price, redistribution_price
 
 _WITHOUT_POSITIONS = ("mean", "max", "min", "logsumexp", "softmax", "log_softmax", "softmax_cross_entropy")
+BACKWARD_WORK = 2  # operations of a gradient for one forward: a product has two, for its two inputs
 
 
-@dataclass(frozen=True)
-class Resolution:
-    """The layouts that `resolve` chooses for one operator call.
-
-    Attributes:
-        inputs: the layout that every tensor input must have.
-        outputs: the layout that every output then has.
-        axes_of: for every factor the axes that shard it, major to minor, as an entry of `Layout.dims`.
-        cost: seconds of redistribution by the device model, forward and backward.
-        carried: axis -> (inputs, op): partial sums that pass through, and the inputs that bring them.
-        marked: further axes on which the inputs are marked as varying. Default: none.
-    """
-
-    inputs: tuple
-    outputs: tuple
-    axes_of: dict
-    cost: float
-    carried: dict
-    marked: frozenset = frozenset()
-
-
-@dataclass(frozen=True, eq=False)
-class OperatorCall:
-    """An operator call whose layouts are to be chosen.
-
-    Attributes:
-        signature: the operator's `Signature`.
-        metas: a `TensorMeta` with layout for every tensor input.
-        mesh: the mesh that all the layouts are on.
-        device_model: what redistributions cost.
-        inputs: for every tensor input the required layout (its varying marks don't count), or None where the layout
-            is to be chosen. Default: all are.
-        outputs: for every output the layout that it is redistributed to, or None. Default: none is redistributed.
-        free: indices of inputs whose redistribution costs nothing, as that of a parameter stored in any layout.
-    """
-
-    signature: Signature
-    metas: tuple
-    mesh: object
-    device_model: object
-    inputs: tuple | None = None
-    outputs: tuple | None = None
-    free: frozenset = frozenset()
-
-    def __post_init__(self):
-        """Give `metas` the required layouts; varying marks remain."""
-        given = self.inputs or (None,) * len(self.metas)
-        metas = (meta if layout is None else _given(meta, layout) for meta, layout in zip(self.metas, given))
-        object.__setattr__(self, "metas", tuple(metas))
-
-
-def resolve(signature, metas, mesh, device_model, inputs=None, outputs=None, free=()):
-    """The cheapest `Resolution` of an operator call; the arguments are those of an `OperatorCall`.
+def resolve(call):
+    """The cheapest `Resolution` of an `OperatorCall`.
 
     Raises:
         ValueError: the operator can't be computed with the given `inputs`.
     """
-    assert len(metas) == len(signature.inputs), (len(metas), signature.inputs)
-    call = OperatorCall(signature, metas, mesh, device_model, inputs, outputs, frozenset(free))
+    assert len(call.metas) == len(call.signature.inputs), (len(call.metas), call.signature.inputs)
     best = None
-    for axes_of, carried in _choices(call, _arriving(call)):
-        limit = math.inf if best is None else best.cost * (1 - 1e-9)
-        candidate = _candidate(call, axes_of, carried, limit)
+    for choice in _choices(call, _arriving(call)):
+        candidate = resolved(call, choice, None if best is None else best.price)
         if candidate is not None:
             best = candidate
-            if best.cost == 0:
-                break
     if best is None:
-        shown = "; ".join("derived" if given is None else str(given) for given in inputs)
+        shown = "; ".join("derived" if given is None else str(given) for given in call.inputs)
         raise ValueError(
-            f"it can't be computed with inputs of shapes {', '.join(str(meta.shape) for meta in metas)} in the "
+            f"it can't be computed with inputs of shapes {', '.join(str(meta.shape) for meta in call.metas)} in the "
             f"declared layouts {shown}: they cut a dim that has to be whole, or cut one dim of several tensors in "
             "several ways"
         )
@@ -103,13 +51,8 @@ def alternatives(call, suggested=()):
             signature.
     """
     wanted = [_factor_axes(call.signature, dims, layout) for dims, layout in suggested]
-    found = [_candidate(call, *choice, math.inf) for choice in _choices(call, wanted + _arriving(call))]
+    found = [resolved(call, choice) for choice in _choices(call, wanted + _arriving(call))]
     return [candidate for candidate in found if candidate is not None]
-
-
-def repeated(call, resolution):
-    """The choice of `resolution` for another `OperatorCall` of the same operator; None where it is impossible there."""
-    return _candidate(call, resolution.axes_of, resolution.carried, math.inf, resolution.marked)
 
 
 def _arriving(call):
@@ -120,20 +63,14 @@ def _arriving(call):
 
 
 def _choices(call, arriving):
-    """`(axes_of, carried)` of all options that the operator admits, in the order of preference."""
+    """The `Choice` of each combination of options that the operator admits, in the order of preference."""
     names = call.mesh.axis_names
     for choice in product(*[_options(call.signature, call.metas, arriving, axis) for axis in names]):
         chosen = dict(zip(names, choice))
         axes_of = _ordered_cuts(arriving, call.mesh, chosen)
         if _cuts_fit(call.signature, call.mesh, axes_of):
-            yield axes_of, {axis: (group, op) for axis, (kind, group, op) in chosen.items() if kind == "partial"}
-
-
-def _given(meta, layout):
-    """The meta of an input in its required layout; varying marks remain."""
-    used = {axis for axes in layout.axes for axis in axes} | set(dict(layout.partial))
-    whole = [axis for axis in meta.layout.varying if axis not in used]
-    return tensor_meta(meta.shape, meta.dtype, layout.replace(varying=whole), not meta.differentiable)
+            partial = [(axis, group, op) for axis, (kind, group, op) in chosen.items() if kind == "partial"]
+            yield Choice(tuple(axes_of.items()), tuple((axis, tuple(sorted(group)), op) for axis, group, op in partial))
 
 
 def _factor_axes(signature, dims, layout):
@@ -184,26 +121,68 @@ def _options(signature, metas, arriving, axis):
     return [*options, ("replicate", None, None)]
 
 
-def _candidate(call, axes_of, carried, limit, marked=frozenset()):
-    """The `Resolution` of one choice; None where it contradicts the required layouts, or costs `limit` or more."""
-    signature, cost = call.signature, 0.0
-    inputs, outputs = _placed(signature, call.metas, call.mesh, axes_of, carried, marked)
+def resolved(call, choice, limit=None):
+    """The `Resolution` of a `Choice`; None where it contradicts the required layouts, or doesn't improve on `limit`."""
+    signature = call.signature
+    inputs, outputs = _placed(signature, call.metas, call.mesh, choice)
+    price = FREE
     for index, (needed, meta) in enumerate(zip(inputs, call.metas)):
-        if index not in call.free:
-            cost += _price(meta.layout, needed, meta.shape, meta.dtype, call.device_model)
         given = call.inputs[index] if call.inputs is not None else None
-        if cost >= limit or (given is not None and needed.replace(varying=()) != given.replace(varying=())):
+        if given is not None and needed.replace(varying=()) != given.replace(varying=()):
             return None
-    for shape, made, wanted in zip(signature.output_shapes, outputs, call.outputs or ()):
+        if index not in call.free:
+            price += _moved(call, meta.layout, needed, meta.shape, meta.dtype, index in call.trained)
+    trained = bool(call.trained) and facts_of(call.name).gradient == FLOWS
+    for shape, dtype, made, wanted in zip(signature.output_shapes, call.dtypes, outputs, call.outputs or ()):
         if wanted is not None:
-            cost += _price(made, wanted, shape, call.metas[0].dtype if call.metas else "float32", call.device_model)
-    return None if cost >= limit else Resolution(inputs, outputs, axes_of, cost, carried, marked)
+            price += _moved(call, made, wanted, shape, dtype, trained)
+    if limit is not None and not price.improves_on(limit):
+        return None
+    given_up = Price(sum(map(_given_up, call.kept, inputs)), 0.0, 0.0)
+    found = Resolution(choice, inputs, outputs, algorithm_of(call.name, signature, choice.axes_of), price, price)
+    own = given_up + _own_price(call, choice, trained)
+    if found.algorithm[0] is not None and call.algorithm_price is not None:
+        own += call.algorithm_price(call, found)
+    price += own
+    if limit is not None and not price.improves_on(limit):
+        return None
+    return replace(found, own=own, price=price)
 
 
-def _placed(signature, metas, mesh, axes_of, carried, marked=frozenset()):
+def _given_up(kept, layout):
+    """The number of axes in `kept` that don't cut a tensor in this layout."""
+    return len(kept.difference(*layout.axes)) if kept else 0
+
+
+def _moved(call, source, target, shape, dtype, gradient):
+    """The `Price` of a redistribution; varying marks are free."""
+    source, target = source.replace(varying=()), target.replace(varying=())
+    return redistribution_price(source, target, shape, dtype, gradient, call.device_model)
+
+
+def _own_price(call, choice, trained):
+    """The `Price` of the operator itself on one rank, forward, and backward where a gradient flows."""
+    sizes = local_sizes(call.signature, call.mesh, choice.axes_of)
+    dtypes = (*(meta.dtype for meta in call.metas), *call.dtypes)
+    seconds = computation_seconds(call.name, call.signature, sizes, dtypes, call.device_model)
+    return Price(0, 0.0, seconds * (1 + BACKWARD_WORK * trained))
+
+
+def algorithm_of(name, signature, axes_of):
+    """The name of the distributed algorithm that replaces an operator, or None, and the mesh axes that it spans."""
+    cut_factors = [factor for factor in signature.distributed if axes_of.get(factor)]
+    needed = {signature.distributed[factor] for factor in cut_factors} | ({signature.run} - {None})
+    if len(needed) > 1:
+        raise ValueError(f"operator '{name}' asks for the algorithms {sorted(needed)}; there is one at a time")
+    axes = tuple(axis for factor in cut_factors for axis in axes_in(axes_of[factor]))
+    return (needed.pop(), axes) if needed else (None, ())
+
+
+def _placed(signature, metas, mesh, choice):
     """The layouts that a choice requires of the inputs, and the resulting layouts of the outputs."""
+    axes_of, carried = choice.axes_of, {axis: (group, op) for axis, group, op in choice.carried}
     reduced = {axis: op for factor, op in signature.reduced.items() for axis in axes_in(axes_of.get(factor, ()))}
-    active = {axis for entry in axes_of.values() for axis in entry} | set(carried) | marked
+    active = {axis for entry in axes_of.values() for axis in entry} | set(carried) | choice.marked
     active |= {axis for meta in metas if meta.differentiable for axis in meta.layout.varying}
     inputs = []
     for index, (dims, meta) in enumerate(zip(signature.inputs, metas)):
@@ -233,23 +212,17 @@ def checked_outputs(signature, metas, mesh, axes_of):
     whole = sorted(signature.whole & {factor for factor, entry in axes_of.items() if entry})
     if whole or len(set(named)) < len(named) or not _cuts_fit(signature, mesh, axes_of):
         raise ValueError(f"it can't be cut as {axes_of}" + (f": '{whole[0]}' has to be whole" if whole else ""))
-    carried = {}
+    carried = []
     for axis in mesh.axis_names:
         ops = {index: dict(meta.layout.partial).get(axis) for index, meta in enumerate(metas)}
         group = {index for index, op in ops.items() if op is not None}
         if {ops[index] for index in group} in ({"sum"}, {"avg"}) and axis not in named and group in signature.linear:
-            carried[axis] = group, ops[min(group)]
-    inputs, outputs = _placed(signature, metas, mesh, axes_of, carried)
+            carried.append((axis, tuple(sorted(group)), ops[min(group)]))
+    inputs, outputs = _placed(signature, metas, mesh, Choice(tuple(axes_of.items()), tuple(carried)))
     for index, (meta, needed) in enumerate(zip(metas, inputs)):
         if meta.layout != needed:
             raise ValueError(f"input {index} has layout {meta.layout}, where {needed} is needed")
     return outputs
-
-
-def _price(source, target, shape, dtype, device_model):
-    """Seconds to redistribute a tensor, forward and backward; varying marks are free."""
-    source, target = source.replace(varying=()), target.replace(varying=())
-    return 0.0 if source == target else plan_redistribution(source, target, shape, dtype, device_model).cost
 
 
 def _ordered_cuts(arriving, mesh, choices):

@@ -81,7 +81,7 @@ class OperatorPlan(_NodePlan):
         signature: the `Signature` of the node.
         inputs: the layout of every tensor input, in the order of `tree_leaves((node.args, node.kwargs))`; available.
         outputs: the layout of every output, in the order of `tree_leaves(node.outputs)`.
-        axes_of: for every factor the mesh axes that shard it (see `Resolution`).
+        choice: the `Choice`, with the mesh axes that shard every factor.
         algorithm: name of the distributed algorithm that runs instead of the operator, or None.
         cut_axes: the mesh axes over which the algorithm communicates, major to minor.
     """
@@ -90,9 +90,14 @@ class OperatorPlan(_NodePlan):
     signature: object
     inputs: tuple
     outputs: tuple
-    axes_of: dict
+    choice: object
     algorithm: str | None = None
     cut_axes: tuple = ()
+
+    @property
+    def axes_of(self):
+        """For every factor the mesh axes that shard it."""
+        return self.choice.axes_of
 
     @property
     def local_shapes(self):

@@ -6,11 +6,11 @@ again, once for every instruction of every distinct plan. What holds here also h
 
 from mindformers_core.operators import tensor_meta
 from mindformers_core.operators.registry import facts_of
-from mindformers_core.operators.resolve import checked_outputs
+from mindformers_core.operators.resolve import algorithm_of, checked_outputs
 from mindformers_core.program.plan import CallPlan, Redistribution
 from mindformers_core.program.structure import tree_leaves
 from mindformers_core.propagation.decide import NOTHING, TRAINED, gradient_flow, operator_flow
-from mindformers_core.propagation.operators import algorithm_of, local_call_shapes, operator_signature
+from mindformers_core.propagation.operators import local_call_shapes, operator_signature
 from mindformers_core.redistribution.striding import merge_dims
 from mindformers_core.redistribution.transitions import SearchSpace, transitions
 
@@ -151,11 +151,10 @@ class _PlanCheck:
         self.take([move.value], [move.source])
         at, shape = move.source, move.value.shape
         for step in move.steps:
-            start = (at, at.local_shape(shape))
-            if start != (step.source, step.shape):
+            if (at, shape) != (step.source, step.shape):
                 self.fault(f"{what} goes on from {step.source}, {step.shape}")
             if step.kind == "view":
-                ends = (at, shape), (step.target, step.target.global_shape(step.to_shape))
+                ends = (at, shape), (step.target, step.to_shape)
                 (whole, sizes), split = sorted(ends, key=lambda end: len(end[1]))
                 if merge_dims(*split, sizes) != whole:
                     self.fault(f"{what} can't take the step {step}")

@@ -4,18 +4,20 @@ The places of redistributions are chosen later (see `insertion.py`); here only t
 """
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from mindformers_core.operators import tensor_meta
+from mindformers_core.operators.choice import OperatorCall
 from mindformers_core.operators.registry import facts_of
-from mindformers_core.operators.resolve import OperatorCall, undivided
+from mindformers_core.operators.resolve import undivided
 from mindformers_core.operators.signature import is_float
 from mindformers_core.program.graph import CallNode, match_arguments
 from mindformers_core.program.structure import tree_leaves
 from mindformers_core.propagation.boundaries import boundary_target, declared_inputs, declared_outputs
-from mindformers_core.propagation.costs import NOTHING_PAID, Cost, forms_cost, move_cost, work_of
 from mindformers_core.propagation.operators import operator_plan, passes_gradient
 from mindformers_core.propagation.required_layouts import RequiredLayouts
 from mindformers_core.propagation.strategies import declared_layouts
+from mindformers_core.redistribution import FREE, Price
 
 # Gradient flow through a tensor: none; to an input or a frozen parameter; to a trained parameter
 NOTHING, FLOWS, TRAINED = 0, 1, 2
@@ -68,8 +70,9 @@ class Decision:
         used: for every entry, and last for the results, pairs (key, layout) of consumed tensors.
         flows: key -> gradient flow: `NOTHING`, `FLOWS` or `TRAINED`.
         current: key -> the layout in which operators receive the tensor, after redistribution at the boundary.
-        inside: the `Cost` without redistributions of arguments and parameters, which callers may share.
-        cost: the whole `Cost`.
+        weights: keys of the tensors that are computed from declared parameters alone.
+        inside: the `Price` without redistributions of arguments and parameters, which callers may share.
+        price: the whole `Price`.
     """
 
     graph: object
@@ -80,8 +83,9 @@ class Decision:
     used: list = field(default_factory=list)
     flows: dict = field(default_factory=dict)
     current: dict = field(default_factory=dict)
-    inside: Cost = NOTHING_PAID
-    cost: Cost = NOTHING_PAID
+    weights: set = field(default_factory=set)
+    inside: Price = FREE
+    price: Price = FREE
 
 
 def decide_frame(run, graph, arguments, final=False, wanted=None, choices=None):
@@ -94,8 +98,8 @@ def decide_frame(run, graph, arguments, final=False, wanted=None, choices=None):
             whether the tensor is available in any layout).
         final: whether partial and varying results are reduced: those of the root.
         wanted: a layout or None for each of `tree_leaves(graph.result)`, for results without a declared layout.
-        choices: index of a node -> its choice: for an operator a `Resolution`, which is repeated where possible; for a
-            call the `wanted` layouts of its results, after lookahead. Default: the cheapest, for all.
+        choices: index of a node -> what is chosen there: for an operator a `Choice`, which holds where it is possible;
+            for a call the `wanted` layouts of its results, after lookahead. Default: the cheapest, for all.
     """
     return _OpenCall(run, graph, choices or {}).decide(arguments, final, wanted)
 
@@ -122,6 +126,7 @@ class _OpenCall:
             self.enter(key, values[key], layout, flow)
         for path, use in uses.items():
             self.enter(path, use.value, self.run.parameters[path], gradient_flow(use.value, use=use))
+            self.decision.weights |= {path} - self.run.free
         for constant in self.graph.constants:
             self.enter(constant.value.id, constant.value, self.run.replicated(constant.value), NOTHING)
         axes = {axis for path in uses for dims in self.run.parameters[path].dims for axis in dims}
@@ -174,9 +179,9 @@ class _OpenCall:
                 metas = metas[0], *(tensor_meta(meta.shape, meta.dtype, meta.layout, True) for meta in metas[1:])
                 if keys[0] not in self.free:
                     declared = (metas[0].layout, *(None,) * (len(metas) - 1)), None
-            free = frozenset(place for place, key in enumerate(keys) if key in self.free)
-            asked = OperatorCall(signature, metas, self.run.mesh, self.run.device_model, *declared, free)
-            plan = operator_plan(node, signature, self.run.resolve(node, asked, self.choices.get(place)))
+            asked = self.asked(node, signature, metas, keys, declared)
+            found = self.run.resolve(node, asked, self.choices.get(place))
+            plan = operator_plan(node, signature, found)
         except _LOCATED as error:
             raise type(error)(self.located(node, str(error))) from error
         for key, layout, dims in zip(keys, plan.inputs, signature.inputs):
@@ -186,12 +191,33 @@ class _OpenCall:
         made = tree_leaves(node.outputs)
         for value, layout in zip(made, plan.outputs, strict=True):
             self.enter(value.id, value, layout, gradient_flow(value, flow))
+        if keys and self.decision.weights.issuperset(keys):
+            self.decision.weights |= {value.id for value in made}
         plan = replace(plan, outputs=tuple(self.decision.current[value.id] for value in made))  # as entered
         self.decision.entries.append(plan)
         self.decision.asked.append(asked)
+        self.decision.inside += found.own
         name = f"of operator '{node.attribute}' ({node.operator}) in {self.label}"
         wanted = [(value, layout) for value, layout in zip(made, asked.outputs or ()) if layout is not None]
         self.cross([(value, layout, f"output {made.index(value)} {name}") for value, layout in wanted], ())
+
+    def asked(self, node, signature, metas, keys, declared):
+        """The `OperatorCall` of an operator."""
+        free, trained = (
+            frozenset(place for place, key in enumerate(keys) if is_one(key))
+            for is_one in (self.free.__contains__, lambda key: self.decision.flows[key] == TRAINED)
+        )
+        kept = tuple(
+            (self.run.weight_axes if key in self.decision.weights else self.run.batch_axes).intersection(
+                *[{axis for axes in self.decision.current[key].axes for axis in axes}]
+            )
+            for key in keys
+        )
+        dtypes = tuple(value.dtype for value in tree_leaves(node.outputs))
+        model = self.run.device_model
+        return OperatorCall(
+            node.operator, signature, metas, self.run.mesh, model, dtypes, *declared, free, trained, kept
+        )
 
     def located(self, node, text):
         """An error's text, extended by the Cell, the operator and the source line."""
@@ -284,18 +310,17 @@ class _OpenCall:
             self.take(key, self.decision.current[key], "result")
 
     def finish(self, outside):
-        """Choose the cheapest source of every required layout, and add up costs; callers share the keys `outside`."""
-        decision, model = self.decision, self.run.device_model
-        for key, forms in decision.forms.items():
-            value, trained = decision.values[key], decision.flows[key] == TRAINED
-            forms.route(lambda *way, v=value, t=trained: move_cost(*way, v.shape, v.dtype, t, model))
-            cost = NOTHING_PAID if key in self.free else forms_cost(forms, value, trained, model)
-            decision.cost += cost
-            decision.inside += cost if key not in outside else NOTHING_PAID
+        """Choose the cheapest source of every required layout, and add up prices; callers share the keys `outside`."""
+        decision = self.decision
         for entry in decision.entries:
-            if isinstance(entry, CallDecision):
-                below = NOTHING_PAID if entry.decision is None else entry.decision.inside
-            else:
-                below = Cost(0, 0.0, work_of(entry, self.run.mesh))
-            decision.cost += below
-            decision.inside += below
+            if isinstance(entry, CallDecision) and entry.decision is not None:
+                decision.inside += entry.decision.inside
+        shared = FREE
+        for key, forms in decision.forms.items():
+            price = partial(self.run.redistribution_price, decision.values[key], decision.flows[key] == TRAINED)
+            forms.route(price)
+            if key in outside:
+                shared += FREE if key in self.free else forms.price(price)
+            elif key not in self.free:
+                decision.inside += forms.price(price)
+        decision.price = decision.inside + shared

@@ -1,10 +1,11 @@
-"""Lookahead: choices with a higher cost at one operator and a lower total cost. Pure Python.
+"""Lookahead: choices with a higher price at one operator and a lower total price. Pure Python.
 
 The search starts from the choices of `decide_frame`, operator by operator, and tries others for every remaining
 redistribution. Backward: let the producer emit the required layout, then its producers in turn. Forward: let the
-consumer compute in another sharding. All later operators are decided again. A trial is accepted if it costs no more
-bytes, seconds or work than before, and less of one, so the result is never worse than the start. Finally,
-redistributions move above shape operators where that costs no more: there other consumers can share them.
+consumer compute in another sharding. All later operators are decided again. A trial is accepted if its price is lower
+and no rank computes more: at small sizes, where the launches of collectives cost most, replicated work would save some,
+and models would be tried with other plans than they are trained with. Finally, redistributions move above shape
+operators where that costs no more: there other consumers can share them.
 The effort is limited: it grows with the square of a Cell's operators, of which real Cells have a few dozen.
 """
 
@@ -12,7 +13,6 @@ from dataclasses import replace
 
 from mindformers_core.operators.resolve import alternatives
 from mindformers_core.program.structure import tree_leaves
-from mindformers_core.propagation.costs import move_cost
 from mindformers_core.propagation.decide import TRAINED, CallDecision, decide_frame
 
 MOST_NODES = 150_000  # decisions of operators and calls for one call of a Cell: a few seconds
@@ -29,13 +29,13 @@ def improve(run, graph, arguments, final, wanted):
         except ValueError:
             return None
 
-    left = MOST_NODES // max(1, len(graph.nodes)) if best.cost.nbytes or best.cost.seconds else 0
+    left = MOST_NODES // max(1, len(graph.nodes)) if best.price.communication else 0
     tried, improved = set(), False
     while left > 0:
         for origin, candidate in _candidates(run, best, choices, tried):
             left -= 1
             trial = tried_out(candidate)
-            if trial is not None and trial.cost.improves_on(best.cost):
+            if trial is not None and _is_better(trial.price, best.price):
                 best, choices, improved = trial, choices | candidate, True
                 tried.add(origin)
                 break
@@ -46,6 +46,11 @@ def improve(run, graph, arguments, final, wanted):
                 break
             tried, improved = set(), False
     return _hoisted(best, tried_out)
+
+
+def _is_better(price, other):
+    """Whether a price is lower than another one, without more computation."""
+    return price.improves_on(other) and price.computation <= other.computation * (1 + 1e-9)
 
 
 def _hoisted(best, tried_out):
@@ -64,13 +69,13 @@ def _hoisted(best, tried_out):
         way = _above(best, place)
         if way is not None:
             trial = tried_out(hoisted | {place: way})
-            if trial is not None and trial.cost.is_no_more_than(best.cost):
+            if trial is not None and not best.price.improves_on(trial.price):
                 best, hoisted = trial, hoisted | {place: way}
     return best
 
 
 def _above(decision, place):
-    """The `Resolution` by which an operator, linear in its only input, emits the required layout; None without gain."""
+    """The `Choice` by which an operator, linear in its only input, emits the required layout; None without gain."""
     entry, asked = decision.entries[place], decision.asked[place]
     if isinstance(entry, CallDecision) or len(asked.metas) != 1 or {0} not in asked.signature.linear:
         return None
@@ -83,7 +88,7 @@ def _above(decision, place):
     if needed == forms.first or cuts:  # a slice sends nothing, so nothing is gained
         return None
     way = _making(asked, 0, needed.replace(varying=()))
-    return None if way is None else replace(way, marked=frozenset(needed.varying))
+    return None if way is None else replace(way.choice, marked=frozenset(needed.varying))
 
 
 def _candidates(run, decision, choices, tried):
@@ -116,7 +121,7 @@ def _candidates(run, decision, choices, tried):
                 continue
             for way in alternatives(decision.asked[place]):
                 if way.inputs != decision.entries[place].inputs:
-                    yield (key, target), {place: way}
+                    yield (key, target), {place: way.choice}
         tried.add((key, target))
 
 
@@ -133,8 +138,7 @@ def _moves_that_cost(run, decision):
         value, trained = decision.values[key], decision.flows[key] == TRAINED
         needed = forms.needed()
         for target, (source, _) in forms.moves.items():
-            cost = move_cost(source, target, value.shape, value.dtype, trained, run.device_model)
-            if target in needed and (cost.nbytes or cost.seconds):
+            if target in needed and run.redistribution_price(value, trained, source, target).communication:
                 yield key, target
 
 
@@ -155,7 +159,7 @@ def _pulled(decision, producers, key, target):
                 continue
             resolution = _making(asked, number, layout)
             if resolution is not None:
-                chosen[place] = resolution
+                chosen[place] = resolution.choice
                 following += _missing(decision, entry, resolution)
         if len(chosen) > before:
             yield dict(chosen)
@@ -167,7 +171,7 @@ def _making(asked, number, layout):
     bare = layout.replace(varying=())
     ways = alternatives(asked, [(asked.signature.outputs[number], bare)])
     ways = [way for way in ways if way.outputs[number].replace(varying=()) == bare]
-    return min(ways, key=lambda way: way.cost, default=None)
+    return min(ways, key=lambda way: (way.price.given_up, way.price.seconds), default=None)
 
 
 def _missing(decision, entry, resolution):

@@ -3,7 +3,6 @@
 from mindformers_core.operators import TensorMeta, signature_of, tensor_meta
 from mindformers_core.operators.registry import FLOWS, facts_of, rule_attributes
 from mindformers_core.operators.signature import undivided
-from mindformers_core.placement import axes_in
 from mindformers_core.program.plan import OperatorPlan
 from mindformers_core.program.structure import Value, tree_fill, tree_leaves, tree_map
 
@@ -59,15 +58,5 @@ def _without_layout(leaf):
 
 def operator_plan(node, signature, resolution):
     """The `OperatorPlan` of a `Resolution`."""
-    algorithm, cut_axes = algorithm_of(node.operator, signature, resolution.axes_of)
-    return OperatorPlan(node, signature, resolution.inputs, resolution.outputs, resolution.axes_of, algorithm, cut_axes)
-
-
-def algorithm_of(name, signature, axes_of):
-    """The name of the distributed algorithm that replaces an operator, or None, and the mesh axes that it spans."""
-    cut_factors = [factor for factor in signature.distributed if axes_of.get(factor)]
-    needed = {signature.distributed[factor] for factor in cut_factors} | ({signature.run} - {None})
-    if len(needed) > 1:
-        raise ValueError(f"operator '{name}' asks for the algorithms {sorted(needed)}; there is one at a time")
-    axes = tuple(axis for factor in cut_factors for axis in axes_in(axes_of[factor]))
-    return (needed.pop(), axes) if needed else (None, ())
+    algorithm = resolution.algorithm
+    return OperatorPlan(node, signature, resolution.inputs, resolution.outputs, resolution.choice, *algorithm)

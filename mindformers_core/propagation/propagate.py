@@ -18,7 +18,7 @@ stated order of priorities, follow OpenXLA Shardy.
 """
 
 from mindformers_core.layout import Layout
-from mindformers_core.operators.resolve import repeated, resolve
+from mindformers_core.operators.resolve import resolve, resolved
 from mindformers_core.operators.signature import is_float
 from mindformers_core.program.free_variables import lambda_lift
 from mindformers_core.program.structure import tree_leaves
@@ -26,7 +26,7 @@ from mindformers_core.propagation.decide import FLOWS, NOTHING, decide_frame
 from mindformers_core.propagation.insertion import insert_redistributions
 from mindformers_core.propagation.lookahead import improve
 from mindformers_core.propagation.operators import operator_signature
-from mindformers_core.redistribution import CPU, plan_redistribution
+from mindformers_core.redistribution import CPU, FREE, redistribution_price
 
 
 def propagate(graph, mesh, arguments, parameters, declarations=None, device_model=CPU, final=True):
@@ -72,21 +72,20 @@ def derive_parameters(graph, mesh, arguments, parameters, declarations=None, dev
     found = {}
     for path, use in graph.uses.parameters.items():
         if path in run.free:
-            found[path] = _best_stored(use.value, decision.forms[path], device_model)
+            found[path] = _best_stored(run, use, decision.forms[path])
     return {**parameters, **found}
 
 
-def _best_stored(value, forms, device_model):
-    """The required layout, without partial and varying axes, with the least cost of redistribution to all others."""
+def _best_stored(run, use, forms):
+    """The required layout, without partial and varying axes, with the least price of redistribution to all others."""
     wanted = list(forms.wanted)
     candidates = dict.fromkeys(layout.contiguous.replace(partial=(), varying=()) for layout in wanted)
 
-    def cost(stored):
-        return sum(
-            plan_redistribution(stored, layout, value.shape, value.dtype, device_model).cost for layout in wanted
-        )
+    def seconds(stored):
+        prices = [run.redistribution_price(use.value, use.trainable, stored, layout) for layout in wanted]
+        return sum(prices, FREE).seconds
 
-    return min(candidates, key=cost, default=forms.first)
+    return min(candidates, key=seconds, default=forms.first)
 
 
 class Propagation:
@@ -95,6 +94,8 @@ class Propagation:
     Attributes:
         mesh, parameters, device_model: see `propagate`.
         free: see `derive_parameters`.
+        batch_axes: the mesh axes that cut no parameter with a declared layout.
+        weight_axes: those that cut one, and no argument of the root.
     """
 
     def __init__(self, mesh, parameters, declarations, device_model, free=()):
@@ -102,6 +103,8 @@ class Propagation:
         self.parameters = parameters
         self.free = frozenset(free)
         self.device_model = device_model
+        weights = {axis for path in parameters.keys() - self.free for axis in _axes(parameters[path])}
+        self.batch_axes, self.weight_axes = frozenset(mesh.axis_names) - weights, frozenset(weights)
         self._declarations = declarations
         self._below = _by_ancestor(declarations)
         self._decisions, self._improved, self._plans = {}, {}, {}
@@ -137,7 +140,12 @@ class Propagation:
         arguments = {}
         for value in tree_leaves(graph.arguments):
             arguments[value.id] = layouts[value.id], FLOWS if is_float(value.dtype) else NOTHING, False
+        self.weight_axes -= {axis for layout, _, _ in arguments.values() for axis in _axes(layout)}
         return self.improved(graph, arguments, final)
+
+    def redistribution_price(self, value, gradient, source, target):
+        """The `Price` of a redistribution of a Value; `gradient` says whether a gradient flows back through it."""
+        return redistribution_price(source, target, value.shape, value.dtype, gradient, self.device_model)
 
     def decide(self, graph, arguments, final=False, wanted=None):
         """The `Decision` for a call without lookahead, shared by identical calls; see `decide_frame`."""
@@ -161,20 +169,22 @@ class Propagation:
         return _once(self._signatures, id(node), lambda: operator_signature(node))
 
     def resolve(self, node, asked, choice):
-        """The `Resolution` of an `OperatorCall`: `choice` repeated, or else the cheapest."""
-        again = None if choice is None else repeated(asked, choice)
+        """The `Resolution` of an `OperatorCall`: that of a `Choice` where it is possible, else the cheapest."""
+        again = None if choice is None else resolved(asked, choice)
         if again is not None:
             return again
-        given = asked.inputs, asked.outputs, asked.free
-        signature, metas, mesh, model = asked.signature, asked.metas, self.mesh, self.device_model
-        return _once(
-            self._resolutions, (id(node), metas, *given), lambda: resolve(signature, metas, mesh, model, *given)
-        )
+        key = id(node), asked.metas, asked.inputs, asked.outputs, asked.free, asked.trained, asked.kept
+        return _once(self._resolutions, key, lambda: resolve(asked))
 
     def place(self, decision, passed, lifted):
         """The `CellPlan` of a call, shared by identical calls; see `insert_redistributions`."""
         key = (decision, tuple(passed.items()), lifted)
         return _once(self._plans, key, lambda: insert_redistributions(self, decision, passed, lifted))
+
+
+def _axes(layout):
+    """The mesh axes that cut a dim."""
+    return {axis for axes in layout.axes for axis in axes}
 
 
 def _once(known, key, make):

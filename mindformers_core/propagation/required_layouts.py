@@ -4,6 +4,8 @@ The redistributions form a tree, whose root is the layout in which the tensor is
 for every tensor from outside; the caller chooses which of these redistributions it runs itself.
 """
 
+from mindformers_core.redistribution import FREE
+
 
 class RequiredLayouts:
     """The required layouts of one tensor, in one call and those below.
@@ -52,7 +54,7 @@ class RequiredLayouts:
         """Choose the cheapest source of every needed layout: `first`, or another needed layout.
 
         Args:
-            price: `(source, target) -> Cost`.
+            price: `(source, target) -> Price`.
         """
         needed = [layout for layout in self.moves if layout in self.needed()]
         if len(needed) < 2:
@@ -65,6 +67,10 @@ class RequiredLayouts:
                     source = other
             self.moves[target] = source, reason
         self.moves = dict(sorted(self.moves.items(), key=lambda move: len(self.way(move[0]))))
+
+    def price(self, price):
+        """The sum of the prices of all needed redistributions; `price` as of `route`."""
+        return sum((price(self.moves[target][0], target) for target in self.needed()), FREE)
 
     def entry(self):
         """The last common layout of the paths to all wanted layouts; `first` where none is wanted."""

@@ -115,8 +115,8 @@ class _Resizing:
                 steps = plan_redistribution(source, target, value.shape, value.dtype, self.frame.device_model).steps
             else:
                 ends = [(self._at(step.source), self._at(step.target)) for step in steps]
-                pairs = [(step, *pair, pair[0].local_shape(value.shape)) for step, pair in zip(steps, ends)]
-                steps = tuple(replace(step, source=at, target=to, shape=shape) for step, at, to, shape in pairs)
+                pairs = [(step, *pair) for step, pair in zip(steps, ends)]
+                steps = tuple(replace(step, source=at, target=to, shape=value.shape) for step, at, to in pairs)
             return replace(entry, value=value, source=source, target=target, steps=steps)
         node = self.nodes.get(id(entry.node))
         if node is None:
@@ -138,13 +138,14 @@ class _Resizing:
     def _operator(self, entry, node, signature):
         """The new plan of an operator; enters the strided dims that it makes of several factors."""
         tensors = zip((*signature.inputs, *signature.outputs), (*entry.inputs, *entry.outputs))
-        axes_of = {factor: self.entries.get(own, own) for factor, own in entry.axes_of.items()}
+        cuts = tuple((factor, self.entries.get(own, own)) for factor, own in entry.choice.cuts)
+        choice = replace(entry.choice, cuts=cuts)
         for factors, old, axes in (dim for dims, at in tensors for dim in zip(dims, at.dims, at.axes)):
             if old != axes and len(factors) > 1:
-                parts = [(axes_of.get(factor, ()), signature.sizes[factor]) for factor in factors]
+                parts = [(choice.axes_of.get(factor, ()), signature.sizes[factor]) for factor in factors]
                 self.entries[old] = merged_entry(self.frame.mesh, *zip(*parts))
         inputs, outputs = (tuple(map(self._at, layouts)) for layouts in (entry.inputs, entry.outputs))
-        return replace(entry, node=node, signature=signature, inputs=inputs, outputs=outputs, axes_of=axes_of)
+        return replace(entry, node=node, signature=signature, inputs=inputs, outputs=outputs, choice=choice)
 
     def _at(self, layout):
         """A layout with the new numbers of blocks."""

@@ -12,7 +12,7 @@ from itertools import zip_longest
 
 from mindformers_core.files import write_whole
 from mindformers_core.layout import Layout
-from mindformers_core.operators.resolve import Resolution
+from mindformers_core.operators.choice import Choice
 from mindformers_core.program.free_variables import lambda_lift
 from mindformers_core.program.plan import CallPlan, Redistribution, captured_graph
 from mindformers_core.propagation.decide import decide_frame
@@ -21,7 +21,7 @@ from mindformers_core.redistribution.device_model import DeviceModel, Link
 from mindformers_core.scopes import errors_at
 
 _FORMAT = "mindformers_core plan"
-_VERSION = 2
+_VERSION = 3
 
 
 def save_plan(frame, path):
@@ -108,17 +108,12 @@ class _Replay(Propagation):
         if key not in self._decisions:
             saved = self._cells[place]
             operators = [pair for pair in saved["choices"].items() if isinstance(pair[1], dict)]
-            choices = {int(number): self._resolution(**choice) for number, choice in operators}
+            choices = {int(number): _choice_of(**choice) for number, choice in operators}
             results = [Layout.on(self.mesh, **layout) for layout in saved["results"]] if place else None
             self._decisions[key] = decide_frame(self, graph, arguments, final, results, choices)
         return self._decisions[key]
 
     improved = decide
-
-    @staticmethod
-    def _resolution(axes_of, carried, marked):
-        axes_of = {factor: tuple(axes) for factor, axes in axes_of.items()}
-        return Resolution((), (), axes_of, 0.0, dict(carried), frozenset(marked))
 
 
 def _places(frame):
@@ -147,24 +142,23 @@ def _cell_data(frame, places):
         "structure": graph.key,
         "graph": _graph_lines(graph),
         "choices": {
-            numbers[id(entry.node)]: places.get(entry.frame) if isinstance(entry, CallPlan) else _choice(entry)
-            for entry in entries
+            numbers[id(each.node)]: places.get(each.frame) if isinstance(each, CallPlan) else _choice_data(each.choice)
+            for each in entries
         },
         "results": [{name: getattr(at, name) for name in ("dims", "partial", "varying")} for at in frame.results],
         "plan": _plan_lines(frame, places),
     }
 
 
-def _choice(plan):
-    """The fields of a `Resolution` that determine how an operator is computed."""
-    named = {axis for axes in plan.axes_of.values() for axis in axes}
-    carried = {}
-    for index, layout in enumerate(plan.inputs):
-        for axis, op in layout.partial:
-            if axis not in named:
-                carried.setdefault(axis, ([], op))[0].append(index)
-    marked = sorted({axis for layout in plan.inputs for axis in layout.varying})
-    return {"axes_of": plan.axes_of, "carried": carried, "marked": marked}
+def _choice_of(cuts, carried, marked):
+    """The `Choice` of its fields in a file."""
+    cuts = tuple((factor, tuple(axes)) for factor, axes in cuts)
+    return Choice(cuts, tuple((axis, tuple(inputs), op) for axis, inputs, op in carried), frozenset(marked))
+
+
+def _choice_data(choice):
+    """The fields of a `Choice` as JSON-able data."""
+    return {"cuts": choice.cuts, "carried": choice.carried, "marked": sorted(choice.marked)}
 
 
 def _graph_lines(graph):

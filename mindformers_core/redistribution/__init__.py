@@ -2,9 +2,10 @@
 
 from mindformers_core.redistribution.device_model import ASCEND, CPU, GPU, DeviceModel, Link
 from mindformers_core.redistribution.planner import Plan, plan_redistribution
+from mindformers_core.redistribution.price import FREE, Price, redistribution_price
 from mindformers_core.redistribution.steps import STEP_KINDS, Step, StepKind, wire_bytes
 
 __all__ = [
-    "ASCEND", "CPU", "GPU", "STEP_KINDS", "DeviceModel", "Link", "Plan", "Step", "StepKind", "plan_redistribution",
-    "wire_bytes",
+    "ASCEND", "CPU", "FREE", "GPU", "STEP_KINDS", "DeviceModel", "Link", "Plan", "Price", "Step", "StepKind",
+    "plan_redistribution", "redistribution_price", "wire_bytes",
 ]  # fmt: skip

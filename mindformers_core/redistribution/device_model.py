@@ -20,24 +20,44 @@ class Link:
 
 @dataclass(frozen=True)
 class DeviceModel:
-    """Seconds of a collective: `launch + hops * latency + bytes on the wire / bandwidth`; local operations are free.
+    """Seconds of a collective: `launch + hops * latency + bytes on the wire / bandwidth`, and of an operator:
+    `operator_launch + max(operations / operations_per_second, bytes of memory / memory_bandwidth)`.
 
     Hops and bytes are those of ring algorithms (`steps.COLLECTIVES`). A group over several axes runs at the
-    highest latency and the lowest bandwidth among them.
+    highest latency and the lowest bandwidth among them. The roofline is that of Williams, Waterman, Patterson (2009).
 
     Attributes:
         name: name of the device.
         operations_per_second: floating-point operations of a matrix product, in the dtype that models train in.
+        memory: bytes of a device's memory.
+        memory_bandwidth: bytes that a device reads or writes in a second.
         launch: seconds that any collective takes, however small its group: starting it, and meeting the others.
-        link: the `Link` along axes that `axis_links` doesn't name.
+        operator_launch: seconds that any operator takes, however small.
+        link: the `Link` between ranks of one level, and along axes that neither `levels` nor `axis_links` slow down.
+        levels: pairs `(ranks, Link)` by ascending numbers: groups that reach beyond so many consecutive ranks (those
+            of a machine, say) run over this link; see `on_mesh`. Default: none, all ranks are alike.
+        host: the `Link` between a device and the memory of its host.
         axis_links: pairs `(axis, Link)`; see `with_links`.
     """
 
     name: str
     operations_per_second: float
+    memory: float
+    memory_bandwidth: float
     launch: float
+    operator_launch: float
     link: Link
+    levels: tuple = ()
+    host: Link | None = None
     axis_links: tuple = ()
+
+    def __post_init__(self):
+        for name in ("operations_per_second", "memory", "memory_bandwidth"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"device model '{self.name}': {name} is {getattr(self, name)!r}: more than 0")
+        for name in ("launch", "operator_launch"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"device model '{self.name}': {name} is {getattr(self, name)!r}: at least 0 seconds")
 
     def with_links(self, **links):
         """This model with another `Link` for the axes named: `GPU.with_links(dp=Link(5e-6, 25e9))`."""
@@ -45,6 +65,17 @@ class DeviceModel:
             if not isinstance(link, Link):
                 raise TypeError(f"axis '{axis}' of device model '{self.name}': {link!r} is no Link(latency, bandwidth)")
         return replace(self, axis_links=tuple(sorted((dict(self.axis_links) | links).items())))
+
+    def on_mesh(self, mesh):
+        """This model with the `Link` of its level for each axis of a `DeviceMesh` that has none of its own yet."""
+        links = {}
+        for axis in mesh.axis_names:
+            ranks = mesh.group(mesh.rank_list[0], (axis,))
+            reach = max(ranks) - min(ranks) + 1
+            for size, link in self.levels:
+                if reach > size:
+                    links[axis] = link
+        return self.with_links(**(links | dict(self.axis_links))) if links else self
 
     def link_over(self, axes):
         """The `Link` that a group over `axes` runs at: the slowest of each figure."""
@@ -56,6 +87,10 @@ class DeviceModel:
         """Seconds of collective `name` over `axes`; `whole`: bytes of the larger of a rank's input and output."""
         fixed, per_byte = _rates(self, name, axes, group_size)
         return fixed + per_byte * whole
+
+    def computation(self, operations, nbytes):
+        """Seconds of an operator with so many floating-point operations, which reads and writes so many bytes."""
+        return self.operator_launch + max(operations / self.operations_per_second, nbytes / self.memory_bandwidth)
 
     def operations_of(self, axes, nbytes):
         """Operations that the device computes while a rank sends `nbytes` over `axes`."""
@@ -77,14 +112,21 @@ def _rates(model, name, axes, group_size):
     return model.launch + hops(group_size) * link.latency, share(group_size) / group_size / link.bandwidth
 
 
-# Ascend 910B, 354 TFLOP/s of bfloat16, 8 cards fully connected by HCCS: 7 links of 56 GB/s, both ways together. Launch
-# and latency are planning figures, of the order of HCCL's small collectives.
-ASCEND = DeviceModel("Ascend", 354e12, 20e-6, Link(3e-6, 196e9))
+# Ascend 910B, 354 TFLOP/s of bfloat16, 64 GB of HBM at 1.6 TB/s, 8 cards fully connected by HCCS: 7 links of 56 GB/s,
+# both ways together; 200 Gbit/s of RoCE a card between machines, PCIe 4.0 to the host. Launches and latencies are
+# planning figures, of the order of HCCL's small collectives.
+ASCEND = DeviceModel(
+    "Ascend", 354e12, 64e9, 1.6e12, 20e-6, 5e-6, Link(3e-6, 196e9), ((8, Link(10e-6, 25e9)),), Link(10e-6, 25e9)
+)
 
-# A100, 312 TFLOP/s of bfloat16, over NVLink: 600 GB/s, both ways together. Launch and latency are those
-# that NCCL's own tuning table (src/graph/tuning.cc) gives for rings: 8.4 us, and 3.4 us a hop.
-GPU = DeviceModel("GPU", 312e12, 8.4e-6, Link(3.4e-6, 300e9))
+# A100, 312 TFLOP/s of bfloat16, 80 GB of HBM at 2 TB/s, over NVLink: 600 GB/s, both ways together; 200 Gbit/s of
+# InfiniBand a card between machines of 8, PCIe 4.0 to the host. Launch and latencies are those that NCCL's own tuning
+# table (src/graph/tuning.cc) gives for rings: 8.4 us, and 3.4 us a hop over NVLink, 14 us between machines.
+GPU = DeviceModel(
+    "GPU", 312e12, 80e9, 2e12, 8.4e-6, 4e-6, Link(3.4e-6, 300e9), ((8, Link(14e-6, 25e9)),), Link(10e-6, 25e9)
+)
 
 # MindSpore's MCCL with blocking launches, 2 ranks on 2 cores, measured: an all-reduce of 4 KB takes 0.4 ms, of 1 MB
-# 2.8 ms, of 4 MB 10.6 ms; a float32 product of 1536 x 1536 runs at 50 GFLOP/s of one core.
-CPU = DeviceModel("CPU", 50e9, 0.3e-3, Link(0.05e-3, 0.4e9))
+# 2.8 ms, of 4 MB 10.6 ms; a float32 product of 1536 x 1536 runs at 50 GFLOP/s of one core, an addition of 64 MB
+# runs at 20 GB/s, one of 4 numbers takes 30 us.
+CPU = DeviceModel("CPU", 50e9, 16e9, 20e9, 0.3e-3, 30e-6, Link(0.05e-3, 0.4e9), host=Link(0.0, 10e9))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import count, takewhile
 
-from mindformers_core.dtypes import ITEM_BYTES
+from mindformers_core.dtypes import ITEM_BYTES, wire_dtype
 from mindformers_core.hints import nearest
 from mindformers_core.layout import Layout
 from mindformers_core.redistribution.bounds import lower_bound
@@ -60,7 +60,8 @@ def plan_redistribution(source, target, shape, dtype, device_model=CPU):
         source: the `Layout` before.
         target: the `Layout` after, on the same mesh and of as many dims.
         shape: shape of the global tensor.
-        dtype: name of the element type ("float32", "bfloat16", …), or an element's size in bytes.
+        dtype: name of the element type ("float32", "bfloat16", …), whose `wire_dtype` is sent, or the size in bytes of
+            an element that is sent.
         device_model: a `DeviceModel`; default `CPU`.
 
     Returns:
@@ -72,7 +73,7 @@ def plan_redistribution(source, target, shape, dtype, device_model=CPU):
             unknown dtype; partial placements that don't commute.
     """
     name = str(dtype).lower()
-    item_size = dtype if type(dtype) is int and dtype > 0 else ITEM_BYTES.get(name)
+    item_size = dtype if type(dtype) is int and dtype > 0 else ITEM_BYTES.get(wire_dtype(name))
     if item_size is None:
         known = ", ".join(ITEM_BYTES)
         raise ValueError(f"unknown dtype {dtype!r}{nearest(name, ITEM_BYTES)}: use a size in bytes, or one of {known}")
@@ -90,7 +91,7 @@ def _plan(source, target, shape, itemsize, model):
     steps, layout = [], source
     for *what, state in _search(space.state(source), space.state(target), space, model):
         after = space.layout(*state)
-        steps.append(Step(*what, layout, after, layout.local_shape(shape), itemsize))
+        steps.append(Step(*what, layout, after, shape, itemsize))
         layout = after
 
     def seconds(runs):
@@ -121,7 +122,7 @@ def _strided_plan(source, target, shape, itemsize, model):
     inner = _plan(*split, itemsize, model)
 
     def view(at, after, one, other):
-        return Step("view", (), None, None, None, at, after, at.local_shape(one), itemsize, after.local_shape(other))
+        return Step("view", (), None, None, None, at, after, one, itemsize, other)
 
     first, last = view(source, inner.source, shape, split[2]), view(inner.target, target, split[2], shape)
     return Plan(source, target, (first, *inner.steps, last), inner.forward_cost, inner.backward_cost)

@@ -100,9 +100,9 @@ class Step:
         op: `sum`, `avg`, `max` or `min` of the partial placement involved; None for others.
         source: layout before.
         target: layout after.
-        shape: shape of the local tensor before.
-        itemsize: bytes of one element.
-        to_shape: shape of the local tensor after a view; None for others.
+        shape: shape of the global tensor before.
+        itemsize: bytes of one element that is sent.
+        to_shape: shape of the global tensor after a view; None for others, which keep it.
     """
 
     kind: str
@@ -122,16 +122,19 @@ class Step:
         return self.source.mesh.axis_size(*self.axes)
 
     @cached_property
+    def local_shape(self):
+        """Shape of the local tensor before."""
+        return self.source.local_shape(self.shape)
+
+    @cached_property
     def output_shape(self):
         """Shape of the local tensor after."""
-        if self.to_shape is not None:
-            return self.to_shape
-        return self.target.local_shape(self.source.global_shape(self.shape))
+        return self.target.local_shape(self.to_shape or self.shape)
 
     @property
     def whole(self):
         """Bytes of the larger of a rank's input and output."""
-        return max(prod(self.shape), prod(self.output_shape)) * self.itemsize
+        return max(prod(self.local_shape), prod(self.output_shape)) * self.itemsize
 
     @property
     def forward(self):

@@ -1,0 +1,58 @@
+"""The work of an operator on one rank: floating-point operations, bytes of memory, and their time. Pure Python.
+
+Multiplications and additions count one each, so a matmul of (m, k) by (k, n) has 2·m·n·k, as in Megatron-LM's formula
+(Narayanan et al., 2021). An elementary function (exp, square root) counts one, and so does the copy of an element.
+"""
+
+from math import prod
+
+from mindformers_core.dtypes import ITEM_BYTES
+from mindformers_core.operators.registry import facts_of
+from mindformers_core.placement import axes_in
+
+
+def local_sizes(signature, mesh, axes_of):
+    """Factor -> its size on one rank, where `axes_of` says which mesh axes shard it."""
+    counts = {factor: mesh.axis_size(*axes_in(entry)) for factor, entry in axes_of.items()}
+    return {factor: size // counts.get(factor, 1) for factor, size in signature.sizes.items()}
+
+
+def operations_of(name, sizes, inputs, outputs, may_view=True):
+    """Floating-point operations of one call of an operator.
+
+    Args:
+        name: of the operator.
+        sizes: factor -> its size.
+        inputs, outputs: numbers of elements of its tensors.
+        may_view: whether a call whose results are views costs nothing. Default: True.
+
+    Returns:
+        An integer: 2·m·n·k for products, attention (all scores, masked ones included) and convolutions; 1 to 10 for
+        each element of the largest tensor for others; 0 for views.
+    """
+    facts = facts_of(name)
+    if callable(facts.operations):
+        return facts.operations(sizes)
+    if may_view and facts.computes_nothing:
+        return 0
+    counted = outputs if facts.reads_a_part else [*inputs, *outputs]
+    return facts.operations * max(counted, default=0)
+
+
+def computation_seconds(name, signature, sizes, dtypes, device_model):
+    """Seconds of one forward call of an operator: a roofline of operations and of bytes read and written.
+
+    Args:
+        name, signature: the operator and its `Signature`.
+        sizes: factor -> its size on this rank.
+        dtypes: names of the dtypes of all inputs and outputs, in order.
+        device_model: a `DeviceModel`.
+    """
+    if facts_of(name).computes_nothing:
+        return 0.0
+    tensors = (*signature.inputs, *signature.outputs)
+    elements = [prod([sizes[factor] for factors in dims for factor in factors]) for dims in tensors]
+    count = len(signature.inputs)
+    operations = operations_of(name, sizes, elements[:count], elements[count:])
+    nbytes = sum(number * ITEM_BYTES[dtype] for number, dtype in zip(elements, dtypes))
+    return device_model.computation(operations, nbytes)
