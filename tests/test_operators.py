@@ -25,8 +25,9 @@ from mindformers_core.operators import (
     signature_of,
     tensor_meta,
 )
+from mindformers_core.operators.choice import OperatorCall
 from mindformers_core.operators.registry import _FACTS
-from mindformers_core.operators.resolve import OperatorCall, alternatives
+from mindformers_core.operators.resolve import alternatives
 from mindformers_core.redistribution import CPU, plan_redistribution
 
 MESH = init_device_mesh((2, 2), ("a", "b"))

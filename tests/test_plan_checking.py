@@ -19,7 +19,8 @@ from test_operators import ask, combinations, fill, meta_of, shape_of, tensors_o
 from mindformers_core.layout import Layout, layout
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.operators import TensorMeta, tensor_meta
-from mindformers_core.operators.resolve import OperatorCall, alternatives
+from mindformers_core.operators.choice import OperatorCall
+from mindformers_core.operators.resolve import alternatives
 from mindformers_core.program.graph import OperatorNode
 from mindformers_core.program.plan import CallPlan, Redistribution
 from mindformers_core.program.structure import Value, tree_leaves

@@ -247,7 +247,7 @@ def _cuts_fit(signature, mesh, axes_of):
     counts = {factor: parts_of(mesh, entry) for factor, entry in axes_of.items()}
     if any(signature.sizes[factor] % count for factor, count in counts.items()):
         return False
-    if signature.linear == ({0},) and all(_may_stride(signature, factor) for factor in counts):
+    if signature.moves_only and all(_may_stride(signature, factor) for factor in counts):
         return True
     counts = {factor: mesh.axis_size(*axes_in(entry)) for factor, entry in axes_of.items()}
     merged = [factors for dims in (*signature.inputs, *signature.outputs) for factors in dims]

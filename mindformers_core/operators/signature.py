@@ -80,6 +80,8 @@ class Signature:
         localize: `(arguments, local_output_shapes) -> arguments` where an argument depends on shapes (a reshape's
             target). Its input is the positional arguments followed by the values of named ones; it returns positional
             arguments only.
+        moves_only: whether the operator only moves or copies elements: on a strided part it gives the same elements of
+            the result, so that a dim that merges factors may be sharded along a minor one.
         halos: dim of the first input whose windows reach beyond a part -> the numbers of elements that a part takes
             from the one in front of it and from the one after it, and that pad the end of a dim that isn't sharded.
     """
@@ -96,6 +98,7 @@ class Signature:
     arguments: tuple | None = None
     localize: object = None
     made: frozenset = frozenset()
+    moves_only: bool = False
     halos: dict = field(default_factory=dict)
 
     def __post_init__(self):

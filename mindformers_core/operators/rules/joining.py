@@ -1,4 +1,8 @@
-"""Rules of operators that join tensors along a dim, or take one apart. The dim in question is whole; all are linear."""
+"""Rules of operators that join tensors along a dim, or take one apart. All are linear.
+
+Where the tensors are of one size, the dim in question can be cut: a rank then joins, or splits, its part of each of
+them, which gives a strided part of the whole. Otherwise the dim is whole.
+"""
 
 from mindformers_core.operators import views
 from mindformers_core.operators.registry import register_operator
@@ -17,13 +21,17 @@ def _names_of_first(tensors):
 
 @register_operator("Concat", saves=NOTHING)
 def concat(tensors, dim=0, axis=None):
-    """Tensors concatenated along `dim`, which is whole: a shard of a concatenation is no concatenation of shards."""
+    """Tensors concatenated along `dim`."""
     names = _names_of_first(tensors)
     place = as_dim(dim if axis is None else axis, len(names))
+    lengths, linear = [sum(tensor.shape[place : place + 1]) for tensor in tensors], (set(range(len(tensors))),)
+    if len(set(lengths)) == 1:
+        merged = " ".join([*names[:place], f"number*{names[place]}", *names[place + 1 :]])
+        text = f"{', '.join([' '.join(names)] * len(tensors))} -> {merged}"
+        return equation(text, *tensors, sizes={"number": len(tensors)}, linear=linear, moves_only=True)
     parts = [" ".join([*names[:place], f"P{number}", *names[place + 1 :]]) for number in range(len(tensors))]
-    sizes = {names[place]: sum(sum(tensor.shape[place : place + 1]) for tensor in tensors)}
-    text, linear = f"{', '.join(parts)} -> {' '.join(names)}", (set(range(len(tensors))),)
-    return equation(text, *tensors, sizes=sizes, linear=linear)
+    text = f"{', '.join(parts)} -> {' '.join(names)}"
+    return equation(text, *tensors, sizes={names[place]: sum(lengths)}, linear=linear)
 
 
 @register_operator("Stack", saves=NOTHING, attributes=("axis",), source="(x)")
@@ -36,11 +44,16 @@ def stack(tensors, dim=0, axis=None):
     return equation(text, *tensors, sizes={"number": len(tensors)}, linear=linear)
 
 
-def _split(x, dim, lengths):
-    """`x` split into pieces of these lengths along `dim`."""
+def _split(x, dim, lengths, localize=None):
+    """`x` split into pieces of these lengths along `dim`; `localize` as in a `Signature`."""
     place, names = along(x, dim), dim_names(x)
     if sum(lengths) != x.shape[place] or any(length < 0 for length in lengths):
         raise ValueError(f"pieces of {list(lengths)} don't make up dim {place} of {x.shape}")
+    if len(set(lengths)) == 1:
+        sizes = dim_sizes(x) | {"number": len(lengths), f"d{place}": lengths[0]}
+        merged, more = (*names[:place], ("number", f"d{place}"), *names[place + 1 :]), {"localize": localize}
+        whole = frozenset({"number"})
+        return Signature((merged,), (names,) * len(lengths), sizes, whole=whole, linear=({0},), moves_only=True, **more)
     sizes = dim_sizes(x) | {f"part{number}": length for number, length in enumerate(lengths)}
     outputs = tuple((*names[:place], (f"part{number}",), *names[place + 1 :]) for number in range(len(lengths)))
     return Signature((names,), outputs, sizes, whole=frozenset({f"d{place}"}), linear=({0},))
@@ -72,7 +85,14 @@ def split_evenly(x, dim=0, output_num=1, axis=None):
 def split(x, split_size, dim=0, axis=None):
     """Pieces of the length, or of the lengths, given."""
     dim = dim if axis is None else axis
-    return _split(x, dim, split_size if isinstance(split_size, (tuple, list)) else _pieces(x, dim, split_size))
+    lengths = split_size if isinstance(split_size, (tuple, list)) else _pieces(x, dim, split_size)
+    place = as_dim(dim, x.ndim)
+
+    def localize(args, shapes):
+        length = shapes[0][place]
+        return args[0], [length] * len(shapes) if isinstance(split_size, (tuple, list)) else length, *args[2:]
+
+    return _split(x, dim, lengths, localize)
 
 
 @register_operator("Chunk", "DeprecatedChunk", saves=INPUTS_AS_THEY_ARE, view=views.parts, source=".chunk")

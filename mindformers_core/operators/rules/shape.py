@@ -9,7 +9,7 @@ from mindformers_core.operators.rules.dims import along, as_dim, as_dims, dim_na
 from mindformers_core.operators.saved import NOTHING, UNMEASURED
 from mindformers_core.operators.signature import Signature, TensorMeta, tensors_in
 
-_LINEAR = ({0},)
+_MOVES = {"linear": ({0},), "moves_only": True}
 
 
 def common_factors(source, target):
@@ -53,9 +53,9 @@ def _reshaped(x, target, localize):
     if count == 0:
         sizes = {f"y{dim}": size for dim, size in enumerate(target)}
         output = [(factor,) for factor in sizes]
-        return unary(x, output, sizes=sizes, whole=range(x.ndim), linear=_LINEAR, localize=localize)
+        return unary(x, output, sizes=sizes, whole=range(x.ndim), **_MOVES, localize=localize)
     source, reshaped, sizes, whole = common_factors(x.shape, target)
-    return Signature((source,), (reshaped,), sizes, whole=whole, linear=_LINEAR, localize=localize)
+    return Signature((source,), (reshaped,), sizes, whole=whole, **_MOVES, localize=localize)
 
 
 def _to_output_shape(args, shapes):
@@ -74,7 +74,7 @@ def view_as(x, other):
     if math.prod(x.shape) != math.prod(other.shape):
         raise ValueError(f"shape {x.shape} can't become {other.shape}")
     source, target, sizes, whole = common_factors(x.shape, other.shape)
-    return Signature((source, target), (target,), sizes, whole=whole, linear=_LINEAR)
+    return Signature((source, target), (target,), sizes, whole=whole, **_MOVES)
 
 
 @register_operator("Flatten", saves=NOTHING)
@@ -96,7 +96,7 @@ def flatten_range(x, start_dim=0, end_dim=-1):
 
 def _permuted(x, order):
     names = dim_names(x)
-    return unary(x, [names[dim] for dim in order], linear=_LINEAR)
+    return unary(x, [names[dim] for dim in order], **_MOVES)
 
 
 @register_operator(
@@ -134,7 +134,7 @@ def expand_dims(x, dim=None, axis=None):
     """A new dim of size 1 at `dim` of the result."""
     place = as_dim(axis if dim is None else dim, x.ndim + 1)
     names = dim_names(x)
-    return unary(x, (*names[:place], (), *names[place:]), linear=_LINEAR)
+    return unary(x, (*names[:place], (), *names[place:]), **_MOVES)
 
 
 @register_operator("Squeeze", saves=NOTHING, view=views.reshaped)
@@ -150,8 +150,8 @@ def squeeze(x, dim=None, axis=None):
     dropped = tuple(place for place in named if x.shape[place] == 1)
     output = [name for place, name in enumerate(dim_names(x)) if place not in dropped]
     if everything and dropped:
-        return unary(x, output, linear=_LINEAR, localize=lambda args, shapes: (args[0], dropped))
-    return unary(x, output, whole=set(named) - set(dropped), linear=_LINEAR)
+        return unary(x, output, **_MOVES, localize=lambda args, shapes: (args[0], dropped))
+    return unary(x, output, whole=set(named) - set(dropped), **_MOVES)
 
 
 def _broadcast(x, target):
@@ -177,14 +177,14 @@ def broadcast_to(x, *shape, **named):
     """`x` repeated along dims of size 1 and new leading dims; -1 keeps a dim."""
     source, output, sizes = _broadcast(x, integers(shape or tuple(named.values()), "a shape"))
     made = frozenset(sizes) - {factor for factors in source for factor in factors}
-    return Signature((source,), (output,), sizes, linear=_LINEAR, localize=_to_output_shape, made=made)
+    return Signature((source,), (output,), sizes, **_MOVES, localize=_to_output_shape, made=made)
 
 
 @register_operator("ExpandAs", saves=NOTHING, view=views.broadcast, source=".expand_as")
 def expand_as(x, other):
     """`x` broadcast to the shape of `other`, which is looked at no further."""
     source, output, sizes = _broadcast(x, other.shape)
-    return Signature((source, output), (output,), sizes, linear=_LINEAR)
+    return Signature((source, output), (output,), sizes, **_MOVES)
 
 
 @register_operator("Tile", "Repeat", saves=NOTHING, rewrite=sizes_together("Tile"))
@@ -198,7 +198,7 @@ def tile(x, *counts, **named):
             raise ValueError(f"{counts} repeats dim {place} {count} times: at least once")
         sizes[f"r{place}"] = count
         output.append((f"r{place}", *name) if count > 1 else name)
-    return unary(x, output, sizes=sizes, linear=_LINEAR)
+    return unary(x, output, sizes=sizes, **_MOVES)
 
 
 @register_operator("RepeatInterleaveInt", "DeprecatedRepeatInterleave", saves=NOTHING, source=".repeat_interleave")
@@ -208,7 +208,7 @@ def repeat_interleave(x, repeats, dim=None, output_size=None):
         raise ValueError(f"repeats={repeats!r}: only one number of repetitions for all elements is available")
     (count,) = integers((repeats,), "a number of repetitions")
     output = [(*dim_sizes(x), "r")] if dim is None else {along(x, dim): [(*dim_names(x)[dim], "r")]}
-    return unary(x, output, sizes={"r": count}, linear=_LINEAR)
+    return unary(x, output, sizes={"r": count}, **_MOVES)
 
 
 @register_operator("LinSpace", saves=UNMEASURED)
@@ -220,10 +220,10 @@ def linear_space(start, stop, num):
 @register_operator("ReverseV2", saves=NOTHING)
 def flip(x, dims=None, axis=None):
     """Elements in reverse order along `dims`."""
-    return unary(x, whole=as_dims(axis if dims is None else dims, x.ndim), linear=_LINEAR)
+    return unary(x, whole=as_dims(axis if dims is None else dims, x.ndim), **_MOVES)
 
 
 @register_operator("Roll", saves=UNMEASURED)
 def roll(x, shifts, dims=None):
     """Elements shifted along `dims`, around the end; without dims, in the flattened tensor."""
-    return unary(x, whole=as_dims(dims, x.ndim), linear=_LINEAR)
+    return unary(x, whole=as_dims(dims, x.ndim), **_MOVES)
