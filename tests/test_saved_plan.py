@@ -226,7 +226,7 @@ def test_other_layouts_are_refused_with_what_differs(saved):
 def test_files_that_are_no_plans(saved):
     path, given, change = saved
     change(lambda data: data.update(version=99))
-    with pytest.raises(ValueError, match="version 99; this is for version 2"):
+    with pytest.raises(ValueError, match="version 99; this is for version 3"):
         load_plan(path, *given)
     for text in ("{", "[]", '{"format": "other"}'):
         path.write_text(text)
@@ -237,7 +237,7 @@ def test_files_that_are_no_plans(saved):
 def first_choice(data):
     """What was chosen for the first operator of a file that is partitioned."""
     choices = [choice for cell in data["cells"] for choice in cell["choices"].values()]
-    return next(choice for choice in choices if isinstance(choice, dict) and choice["axes_of"])
+    return next(choice for choice in choices if isinstance(choice, dict) and choice["cuts"])
 
 
 def results(data):
@@ -255,7 +255,7 @@ EDITS = {
     ),
     "no cell": (lambda data: data["cells"][0]["choices"].update({"0": 99}), "missing or malformed"),
     "fewer cells": (lambda data: data["cells"].pop(), "missing or malformed"),
-    "other cut": (lambda data: first_choice(data)["axes_of"].clear(), r"has '.*' where the plan has '.*'"),
+    "other cut": (lambda data: first_choice(data)["cuts"].clear(), r"has '.*' where the plan has '.*'"),
     "missing": (lambda data: first_choice(data).pop("carried"), "missing or malformed"),
     "other plan": (lambda data: data["cells"][0]["plan"].pop(), "has 'trained: .*' where the plan has 'nothing more'"),
 }

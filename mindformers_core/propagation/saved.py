@@ -84,8 +84,9 @@ class _Replay(Propagation):
 
     def __init__(self, data, graph, mesh, parameters, declarations):
         model = data["device_model"]
-        links = tuple((axis, Link(**link)) for axis, link in model["axis_links"])
-        model = DeviceModel(**model | {"link": Link(**model["link"]), "axis_links": links})
+        pairs = {name: tuple((each, Link(**link)) for each, link in model[name]) for name in ("axis_links", "levels")}
+        links = {name: model[name] and Link(**model[name]) for name in ("link", "host")}
+        model = DeviceModel(**model | pairs | links)
         super().__init__(mesh, parameters, declarations, model)
         self._cells, self._places = data["cells"], {}
         self._locate(graph, 0)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import inf
 
 from mindformers_core.redistribution.steps import COLLECTIVES, STEP_KINDS
 
@@ -29,27 +30,27 @@ class DeviceModel:
     Attributes:
         name: name of the device.
         operations_per_second: floating-point operations of a matrix product, in the dtype that models train in.
-        memory: bytes of a device's memory.
-        memory_bandwidth: bytes that a device reads or writes in a second.
         launch: seconds that any collective takes, however small its group: starting it, and meeting the others.
-        operator_launch: seconds that any operator takes, however small.
-        link: the `Link` between ranks of one level, and along axes that neither `levels` nor `axis_links` slow down.
+        link: the `Link` along axes that neither `levels` nor `axis_links` speak of.
+        axis_links: pairs `(axis, Link)`; see `with_links`.
         levels: pairs `(ranks, Link)` by ascending numbers: groups that reach beyond so many consecutive ranks (those
             of a machine, say) run over this link; see `on_mesh`. Default: none, all ranks are alike.
-        host: the `Link` between a device and the memory of its host.
-        axis_links: pairs `(axis, Link)`; see `with_links`.
+        host: the `Link` between a device and the memory of its host. Default: none.
+        memory: bytes of a device's memory. Default: any number.
+        memory_bandwidth: bytes that a device reads or writes in a second. Default: any number.
+        operator_launch: seconds that any operator takes, however small. Default: 0.
     """
 
     name: str
     operations_per_second: float
-    memory: float
-    memory_bandwidth: float
     launch: float
-    operator_launch: float
     link: Link
+    axis_links: tuple = ()
     levels: tuple = ()
     host: Link | None = None
-    axis_links: tuple = ()
+    memory: float = inf
+    memory_bandwidth: float = inf
+    operator_launch: float = 0.0
 
     def __post_init__(self):
         for name in ("operations_per_second", "memory", "memory_bandwidth"):
@@ -116,17 +117,22 @@ def _rates(model, name, axes, group_size):
 # both ways together; 200 Gbit/s of RoCE a card between machines, PCIe 4.0 to the host. Launches and latencies are
 # planning figures, of the order of HCCL's small collectives.
 ASCEND = DeviceModel(
-    "Ascend", 354e12, 64e9, 1.6e12, 20e-6, 5e-6, Link(3e-6, 196e9), ((8, Link(10e-6, 25e9)),), Link(10e-6, 25e9)
-)
+    "Ascend", 354e12, 20e-6, Link(3e-6, 196e9), levels=((8, Link(10e-6, 25e9)),), host=Link(10e-6, 25e9),
+    memory=64e9, memory_bandwidth=1.6e12, operator_launch=5e-6,
+)  # fmt: skip
 
 # A100, 312 TFLOP/s of bfloat16, 80 GB of HBM at 2 TB/s, over NVLink: 600 GB/s, both ways together; 200 Gbit/s of
 # InfiniBand a card between machines of 8, PCIe 4.0 to the host. Launch and latencies are those that NCCL's own tuning
 # table (src/graph/tuning.cc) gives for rings: 8.4 us, and 3.4 us a hop over NVLink, 14 us between machines.
 GPU = DeviceModel(
-    "GPU", 312e12, 80e9, 2e12, 8.4e-6, 4e-6, Link(3.4e-6, 300e9), ((8, Link(14e-6, 25e9)),), Link(10e-6, 25e9)
-)
+    "GPU", 312e12, 8.4e-6, Link(3.4e-6, 300e9), levels=((8, Link(14e-6, 25e9)),), host=Link(10e-6, 25e9),
+    memory=80e9, memory_bandwidth=2e12, operator_launch=4e-6,
+)  # fmt: skip
 
 # MindSpore's MCCL with blocking launches, 2 ranks on 2 cores, measured: an all-reduce of 4 KB takes 0.4 ms, of 1 MB
 # 2.8 ms, of 4 MB 10.6 ms; a float32 product of 1536 x 1536 runs at 50 GFLOP/s of one core, an addition of 64 MB
 # runs at 20 GB/s, one of 4 numbers takes 30 us.
-CPU = DeviceModel("CPU", 50e9, 16e9, 20e9, 0.3e-3, 30e-6, Link(0.05e-3, 0.4e9), host=Link(0.0, 10e9))
+CPU = DeviceModel(
+    "CPU", 50e9, 0.3e-3, Link(0.05e-3, 0.4e9), host=Link(0.0, 20e9), memory=16e9, memory_bandwidth=20e9,
+    operator_launch=30e-6,
+)  # fmt: skip
