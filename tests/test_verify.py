@@ -18,8 +18,8 @@ from small_zero import array
 from verify_faults import SUBJECTS
 
 from mindformers_core import recompute, shard, verify
+from mindformers_core.dtensor import operator_source
 from mindformers_core.dtensor.distributed_operators import ShardContext
-from mindformers_core.generation import operator_source
 from mindformers_core.layout import Layout, layout
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.operators import registry

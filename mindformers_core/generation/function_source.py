@@ -6,7 +6,7 @@ from inspect import Parameter, signature
 from itertools import repeat
 
 from mindformers_core.capture.algorithm_graph import algorithm_graph, redistribution_steps
-from mindformers_core.generation.operator_source import literal
+from mindformers_core.dtensor.operator_source import NamedTensor, literal
 from mindformers_core.operators import TensorMeta
 from mindformers_core.operators.registry import facts_of
 from mindformers_core.program.deferral import NOTHING_DEFERRED, PRODUCTS
@@ -28,16 +28,6 @@ _AFTER = {  # step kind -> the hint for the name of the tensor after it
     "to_partial": "term",
     "pad": "padded",
 }
-
-
-class NamedTensor(TensorMeta):
-    """A tensor among the arguments of an operator: global shape, dtype, layout, and the variable that holds it."""
-
-    __slots__ = ("name",)
-
-    def __init__(self, name, shape, dtype, layout=None):
-        super().__init__(shape, dtype, layout, constant=False)
-        self.name = name
 
 
 class FunctionSource:

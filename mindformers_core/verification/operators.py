@@ -5,7 +5,7 @@ import re
 from mindspore import Tensor, ops
 
 from mindformers_core.dtensor.move import dtype_name
-from mindformers_core.generation.operator_source import node_source
+from mindformers_core.dtensor.operator_source import operator_function
 from mindformers_core.operators.signature import is_float
 from mindformers_core.program.structure import tree_leaves, tree_map
 
@@ -28,29 +28,21 @@ class OperatorCalls:
     """
 
     def __init__(self, dtype):
-        self.dtype, self._functions = dtype, {}  # id of a node, or its source -> function
+        self.dtype, self._functions = dtype, {}  # id of a node -> function
 
     def __call__(self, node, args, kwargs):
         """The results of an operator."""
-        tensors = {id(tensor): tensor for tensor in tree_leaves((args, kwargs), Tensor)}
         if id(node) not in self._functions:  # the graphs keep their nodes
             self._functions[id(node)] = self.function(node, args, kwargs)
-        return tree_map(_without_gradient, self._functions[id(node)](*tensors.values()))
+        return tree_map(_without_gradient, self._functions[id(node)](*tree_leaves((args, kwargs), Tensor)))
 
     def function(self, node, args, kwargs):
-        """The function of the tensors among its arguments, each taken once, that calls an operator."""
-        tensors = {id(tensor): None for tensor in tree_leaves((args, kwargs), Tensor)}
-        names = {number: f"tensor_{place}" for place, number in enumerate(tensors)}
-        call = node_source(node, args, kwargs, "operator")
-        body, space = call.expression(lambda tensor: names[id(tensor)]), {}
-        constructor = "" if call.instance is None else f"{call.instance[0]} = {call.instance[1]}"
-        text = f"def call({', '.join(names.values())}):\n    return {body}"
-        text = "\n".join([*call.imports, constructor, text])
-        if text not in self._functions:
-            drawing = text.replace("dtensor.dropout import next_r", "verification.drawing import next_r")
-            exec(widened_text(drawing, self.dtype), space)
-            self._functions[text] = space["call"]
-        return self._functions[text]
+        """The function of the tensors among its arguments that calls an operator."""
+        return operator_function(node, args, kwargs, self._spelled)
+
+    def _spelled(self, text):
+        drawing = text.replace("dtensor.dropout import next_r", "verification.drawing import next_r")
+        return widened_text(drawing, self.dtype)
 
 
 def _without_gradient(leaf):
