@@ -21,6 +21,7 @@ PURE_FLOORS = (  # each imports only from those before it, and never MindSpore
     "lazy_exports",
     "files",
     "ranges",
+    "grouping",
     "placement",
     "layout",
     "redistribution",

@@ -23,6 +23,7 @@ from mindspore.ops.auto_generate import cpp_create_prim_instance_helper, gen_ops
 
 from mindformers_core.operators import TensorMeta
 from mindformers_core.operators.registry import facts_of, rewritten
+from mindformers_core.operators.signature import spelled
 from mindformers_core.program.structure import DType, structure_text, tree_fill, tree_leaves
 
 _REQUIRED = inspect.Parameter.empty
@@ -35,11 +36,6 @@ _WORDS = {  # parameters that arrive as the numbers of words
     "padding_mode": ("zeros", "border", "reflection"), "input_layout": ("BSH", "BNSD", "SBH", "BSND", "TND", "TH"),
 }  # fmt: skip
 _RANDOM_STATE = "mindformers_core.dtensor.dropout.next_random_state"
-_SPELLINGS = (  # of one parameter, by a method and by its operator
-    {"dim", "dims", "axis", "axes"},
-    {"keepdim", "keepdims", "keep_dims"},
-    {"other", "mat2", "exponent"},
-)
 
 
 class NamedTensor(TensorMeta):
@@ -193,12 +189,9 @@ def _bound(name, form, args, kwargs, attributes):
     names = [*form.parameters, *(form.attributes or ())]
     values = dict(zip(names, args))
     unknown = list(args[len(names) :])
-    for key, value in kwargs.items():
-        alike = next((group for group in _SPELLINGS if key in group), {key})
-        parameter = next((parameter for parameter in names if parameter in alike), None)
-        if parameter is None or parameter in values:
-            unknown.append(key)
-        values[parameter] = value
+    for key, value in spelled(kwargs, names).items():
+        unknown += [key] * (key in values or key not in names)
+        values[key] = value
     if unknown:
         raise TypeError(f"operator '{name}' takes ({', '.join(names)}) and got {', '.join(map(repr, unknown))} besides")
     values = {key: value for key, value in attributes.items() if key in (form.attributes or ())} | values

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import count
 
+from mindformers_core.grouping import grouped
 from mindformers_core.program.naming import all_assigned_names, snake_case
 from mindformers_core.program.plan import (
     CallPlan,
@@ -120,7 +121,7 @@ def plain_name(operator):
 
 def _named(frame):
     """All `OperatorName`s, still without `text` and numbers of labels."""
-    callers = _callers(frame)
+    callers = grouped((call.frame, call.node.source) for _, each in frame.walk() for call in each.calls)
     variables = {}  # `CellPlan` -> id of a node -> names
     for place in operators_in_order(frame):
         entry = place.entry
@@ -140,15 +141,6 @@ def _work(move):
     """The names of a redistribution's steps that do work on a rank."""
     runs = [STEP_KINDS[step.kind].runs(step.op)[0] for step in move.steps]
     return [name for name in runs if name not in ("identity", "view")]
-
-
-def _callers(frame):
-    """`CellPlan` -> the source lines of its calls."""
-    callers = {}
-    for _, each in frame.walk():
-        for call in each.calls:
-            callers.setdefault(call.frame, set()).add(call.node.source)
-    return callers
 
 
 def _variables(graph, callers):
@@ -197,14 +189,9 @@ def _label_keys(name):
 
 def _texts(named, cells):
     """The text of every `OperatorName`; `cells`: the paths of all called Cells."""
-    labels, below = {}, {}
-    for name in named:
-        for label in name.labels:
-            alike = labels.setdefault((name.path, label.variable, label.plain), [])
-            alike.append((label.number, name.place.key))
-    for path in dict.fromkeys(name.path for name in named):
-        for ending in _endings(path):
-            below.setdefault(ending, []).append(path)
+    pairs = [(name, label) for name in named for label in name.labels]
+    labels = grouped(((name.path, each.variable, each.plain), (each.number, name.place.key)) for name, each in pairs)
+    below = grouped((ending, path) for path in dict.fromkeys(name.path for name in named) for ending in _endings(path))
     endings = {ending for path in cells for ending in _endings(path)}
 
     @cache  # the calls of a Cell ask the same
