@@ -13,8 +13,8 @@ from mindformers_core.dtensor.distributed_operators import run_locally, shard_co
 from mindformers_core.operators.registry import facts_of
 from mindformers_core.program.structure import Value, tree_fill, tree_leaves
 from mindformers_core.verification.comparison import close, expected_part, largest
-from mindformers_core.verification.operators import OperatorCalls
 from mindformers_core.verification.rounding import PEAK
+from mindformers_core.verification.truth import OperatorCalls
 
 _LIMITS = 2**-6, 0.0  # tolerance and rounding
 

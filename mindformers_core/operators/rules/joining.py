@@ -27,7 +27,7 @@ def concat(tensors, dim=0):
 
 
 @register_operator("Stack", saves=NOTHING, attributes=("axis",), source="(x)")
-@register_operator("StackExt", saves=UNMEASURED, source="(tensors, dim=0)")
+@register_operator("StackExt", saves=UNMEASURED, attributes=("dim",), source="(tensors, dim=0)")
 def stack(tensors, dim=0):
     """Tensors side by side along a new dim."""
     names, linear = _names_of_first(tensors), (set(range(len(tensors))),)
