@@ -23,7 +23,7 @@ from mindformers_core.hints import nearest
 from mindformers_core.redistribution.steps import EXTREMES, STEP_KINDS
 
 __all__ = [
-    "AllGather", "AllGatherVarying", "AllReduce", "AllReduceVarying", "AllToAll", "Broadcast", "Collective",
+    "AllGather", "AllGatherVarying", "AllReduce", "AllReduceVarying", "AllToAll", "Collective",
     "MarkVarying", "PadToPartial", "Permute", "ReduceScatter", "SliceToShard", "SliceVarying", "ToPartial",
     "ToPartialVarying", "UnmarkVarying", "View",
 ]  # fmt: skip
@@ -149,14 +149,6 @@ ToPartial = partial(make_collective, "to_partial")  # Replicate -> Partial(op)
 ToPartialVarying = partial(make_collective, "to_partial_varying")  # Varying -> Partial("sum")
 PadToPartial = partial(make_collective, "pad")  # Shard(dim) -> Partial("sum")
 View = partial(make_collective, "view")  # the same elements of a rank in other dims, `shape` to `to_shape`
-
-
-def Broadcast(mesh, axes, root=0):
-    """Every rank gets the tensor of place `root` of the group; the gradient is zero except on the root's rank."""
-    group = make_group(mesh, axes)
-    if root not in range(mesh.axis_size(*group.axes)):
-        raise ValueError(f"Broadcast root {root}: the group over {group} has places 0 to {group.size - 1}")
-    return Collective(_raw("broadcast", group, root), Keep(group, root))
 
 
 def _raw(kind, group, *arguments):
