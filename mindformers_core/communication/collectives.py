@@ -89,7 +89,7 @@ _LOCAL = {  # operation of a step that is no collective -> its Cell forward, and
 }
 
 
-def make_collective(kind, mesh, axes, *attributes):
+def make_collective(kind, mesh, axes, *given, **named):
     """The `Collective` that carries out a kind of step: what `STEP_KINDS` says of it, forward and backward.
 
     An average is divided by the number of ranks both ways; the gradient of a copy that becomes partial, multiplied.
@@ -97,18 +97,21 @@ def make_collective(kind, mesh, axes, *attributes):
     Args:
         kind: a key of `STEP_KINDS`.
         mesh, axes: the mesh, and the axes of the joint group, major to minor.
-        attributes: the values of the kind's attributes, in their order. Default of the last one, `op`: `"sum"`.
+        given, named: values of the kind's attributes, in their order and by name. Default of `op`: `"sum"`.
 
     Raises:
+        TypeError: an attribute that is missing, or that the kind doesn't have.
         ValueError: an unknown axis or reduction, or layouts between which nothing can be permuted.
-        TypeError: too few or too many attributes.
     """
     row, group = STEP_KINDS[kind], make_group(mesh, axes)
-    count = len(row.attributes) - ("op" in row.attributes)
-    if not count <= len(attributes) <= len(row.attributes):
-        raise TypeError(f"{kind} over {axes} takes {', '.join(row.attributes) or 'nothing else'}, not {attributes}")
-    dims, op = attributes[:count], (*attributes, "sum")[count]
-    _check_op(op, row.ops)
+    usual = {"op": "sum"} if "op" in row.attributes else {}
+    values = usual | dict(zip((*row.attributes, *given), given)) | named  # one too many is a name that no kind has
+    if values.keys() != set(row.attributes):
+        takes, got = (", ".join(map(str, each)) for each in (row.attributes, values))
+        raise TypeError(f"collective '{kind}' over {axes} takes {takes or 'nothing else'}, not {got or 'nothing'}")
+    op, dims = values.get("op", "sum"), tuple(values[name] for name in row.attributes if name != "op")
+    if op not in row.ops:
+        raise ValueError(f"unknown reduction {op!r}: choose one of {', '.join(row.ops)}{nearest(op, row.ops)}")
     if kind == "permute":
         dims = _route(mesh, group, *dims), _route(mesh, group, *dims[::-1])
     is_extreme = op in EXTREMES and row.source == "partial" and group.size > 1
@@ -126,11 +129,16 @@ def make_collective(kind, mesh, axes, *attributes):
 
 
 def _operation(name, group, way, dims, op):
-    """The Cell of one operation of a step: forward (way 0), or for the gradient (1), which goes back."""
+    """The Cell of one operation of a step: forward (way 0), or for the gradient (1), which goes back.
+
+    A collective over one rank is an identity.
+    """
     if name in _LOCAL:
         return _LOCAL[name][way](group, *dims)
+    if group.size == 1:
+        return Identity()
     dims = dims[::-1] if way else dims
-    return _raw(name, group, *dims, *[op] * ("reduce" in name))
+    return _BACKENDS[world().backend](group, name, *dims, *[op] * ("reduce" in name))
 
 
 # Public names of the kinds: functions of mesh, axes, and attributes of the kind.
@@ -151,21 +159,9 @@ PadToPartial = partial(make_collective, "pad")  # Shard(dim) -> Partial("sum")
 View = partial(make_collective, "view")  # the same elements of a rank in other dims, `shape` to `to_shape`
 
 
-def _raw(kind, group, *arguments):
-    """The collective of a kind over `group` by the world's backend; an identity over one rank."""
-    if group.size == 1:
-        return Identity()
-    return _BACKENDS[world().backend](group, kind, *arguments)
-
-
 def _scaled(cell, group, factor):
     """`cell`, and the multiplication by a factor after it, where there are several ranks."""
     return Scale(cell, factor) if group.size > 1 else cell
-
-
-def _check_op(op, allowed):
-    if op not in allowed:
-        raise ValueError(f"unknown reduction {op!r}: choose one of {', '.join(allowed)}{nearest(op, allowed)}")
 
 
 def _route(mesh, group, source, target):

@@ -80,7 +80,8 @@ class Communicator:
             kind: a key of `STEP_KINDS`.
             axes: mesh axes of the joint group, major to minor.
             number: distinguishes Cells whose other arguments are equal.
-            attributes: those of the kind: `dim`, `to_dim`, `op`, and (permute) the layouts `source` and `target`.
+            attributes: those of the kind: `dim`, `to_dim`, `op` (default: `"sum"`), and (permute) the layouts `source`
+                and `target`.
 
         Raises:
             TypeError: an attribute that is missing, or that the kind doesn't have.
@@ -90,17 +91,11 @@ class Communicator:
         if kind not in STEP_KINDS:
             known = ", ".join(STEP_KINDS)
             raise ValueError(f"unknown collective {kind!r}: choose one of {known}{nearest(kind, STEP_KINDS)}")
-        names = STEP_KINDS[kind].attributes
-        if attributes.keys() != set(names):
-            raise TypeError(
-                f"collective '{kind}' over {axes} takes {', '.join(names) or 'nothing else'}, "
-                f"not {', '.join(attributes) or 'nothing'}"
-            )
         axes = (axes,) if isinstance(axes, str) else tuple(axes)
-        arguments = tuple(self._own(attributes[name], f"{kind} {name}") for name in names)
-        key = (kind, axes, number, *arguments)
+        attributes = {name: self._own(value, f"{kind} {name}") for name, value in attributes.items()}
+        key = kind, axes, number, frozenset(attributes.items())
         if key not in self._cells:
-            self._cells[key] = _Shared(make_collective(kind, self.mesh, axes, *arguments))
+            self._cells[key] = _Shared(make_collective(kind, self.mesh, axes, **attributes))
         return self._cells[key]
 
     def _own(self, value, what):
