@@ -276,10 +276,10 @@ class ShardedTree:
         for path, frame, graph in calls:
             self._methods[path][names[frame]] = program.functions[names[frame]]
             for use in graph.parameters:
-                self.storage.on_read(self._parameter(program, use.path), path)
+                self.storage.on_read(self.parameter(joined_path(program.path, use.path)), path)
             for attribute, kind, index in program.source.borrowed.get(frame, ()):
                 if kind == "parameter":
-                    borrowed = self._parameter(program, graph.parameters[index].path)
+                    borrowed = self.parameter(joined_path(program.path, graph.parameters[index].path))
                 else:
                     _, called = list(called_graphs(frame, graph))[index]
                     borrowed = self.cells[joined_path(program.path, called.path)]
@@ -289,8 +289,9 @@ class ShardedTree:
         for path in {path for path, _, _ in calls}:
             self._set_class(path)
 
-    def _parameter(self, program, path):
-        owner, name = owner_and_name(joined_path(program.path, path), self.cells)
+    def parameter(self, path):
+        """The Parameter at a path that Cells compute with."""
+        owner, name = owner_and_name(path, self.cells)
         return self.cells[owner]._params[name]
 
     def running_call(self, path, function):
@@ -307,7 +308,7 @@ class ShardedTree:
         names = program.source.functions
         calls = (call[1:] for call in program.calls() if (call[0], names[call[1]]) == (path, function))
         frame, graph = next(calls)
-        return frame, weights_of_call(frame, graph, lambda inner: self._parameter(program, inner))
+        return frame, weights_of_call(frame, graph, lambda inner: self.parameter(joined_path(program.path, inner)))
 
     def forget_programs(self):
         """Drop all programs."""
