@@ -9,8 +9,7 @@ pinned ranks (two cores of an AMD EPYC), in ms: all-reduce 42 by MindSpore, 2.7 
 by messages, 1.5; all-gather 21, 1.5.
 """
 
-from mindspore import Tensor, nn, ops
-from mindspore import dtype as mstype
+from mindspore import Tensor, dtype as mstype, nn, ops
 from mindspore.ops.auto_generate.gen_ops_prim import dist_comm_irecv_op, dist_comm_isend_op
 
 from mindformers_core.communication import raw

@@ -1,7 +1,6 @@
 """The collectives of one mesh: from a step of a redistribution plan to the Cell that carries it out, each made once."""
 
-from mindspore import dtype as mstype
-from mindspore import nn, ops
+from mindspore import dtype as mstype, nn, ops
 
 from mindformers_core.communication.collectives import make_collective
 from mindformers_core.communication.world import process_state

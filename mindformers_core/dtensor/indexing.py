@@ -4,8 +4,7 @@ import math
 from numbers import Integral
 
 import numpy as np
-from mindspore import Tensor, get_context, ops
-from mindspore import dtype as mstype
+from mindspore import Tensor, dtype as mstype, get_context, ops
 
 from mindformers_core.dtensor.halo import padded
 from mindformers_core.operators.rules.dims import broadcast_shape

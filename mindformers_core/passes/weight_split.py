@@ -20,8 +20,7 @@ gradients.
     for parameter, part in deferred.weight_gradients(pending): …  # to be added to its ordinary gradient, if it has one
 """
 
-from mindspore import Parameter, Tensor, _Function, nn, ops
-from mindspore import dtype as mstype
+from mindspore import Parameter, Tensor, _Function, dtype as mstype, nn, ops
 from mindspore.graph.api import _no_grad
 
 from mindformers_core.communication import communicator
