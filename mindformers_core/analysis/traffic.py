@@ -28,16 +28,6 @@ class StepEntry:
         return tuple((way, name, count) for way, (name, count) in ways if name in COLLECTIVES)
 
 
-def step_entries(steps, recomputed=False):
-    """`StepEntry`s of pairs (`Step`, whether a gradient flows back through it in training).
-
-    Args:
-        steps: the pairs.
-        recomputed: see `StepEntry`.
-    """
-    return tuple(StepEntry(step, gradient, recomputed) for step, gradient in steps)
-
-
 def total(rows):
     """Traffic of the rows of a Cell, including those of called Cells.
 
@@ -52,11 +42,10 @@ def total(rows):
         sums[key] = known[0] + number, known[1] + count
 
     for row in rows:
-        for entry in getattr(row, "steps", ()):
+        for entry in row.steps:
             for way, name, count in entry.collectives:
                 add((entry.step.axes, way, name), 1, count)
-        report = getattr(row, "report", None)
-        for key, (number, count) in (report.traffic if report else {}).items():
+        for key, (number, count) in (row.report.traffic if row.report else {}).items():
             add(key, number, count)
     return sums
 
