@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, ops
 from models import TINY_LLAMA
+from saved_tensors import saved_activations, saved_bytes
 from small_cells import cell_of
 from test_recompute_gradients import INPUTS, Net, llama, sharded
 
-from mindformers_core.analysis.prediction import Prediction, saved_activations, saved_bytes
+from mindformers_core.analysis.prediction import Prediction
 from mindformers_core.analysis.traffic import collectives_of
 from mindformers_core.capture.algorithm_graph import algorithm_of
 from mindformers_core.communication import init_distributed, shutdown

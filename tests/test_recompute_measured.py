@@ -6,10 +6,10 @@ import mindspore as ms
 import pytest
 from mindspore import Tensor
 from recomputations import count_recomputations
-from saved_tensors import constants_of, distinct, measured, scalar_of
+from saved_tensors import constants_of, distinct, measured, saved_bytes, scalar_of
 from test_recompute_gradients import INPUTS, Cast, Half, Net, Views, drawn, llama, sharded
 
-from mindformers_core.analysis.prediction import Prediction, saved_bytes
+from mindformers_core.analysis.prediction import Prediction
 from mindformers_core.capture.algorithm_graph import algorithm_of
 from mindformers_core.communication import init_distributed, shutdown
 from mindformers_core.communication.raw import RawCollective

@@ -6,6 +6,7 @@ different notes have different reports.
 
 import os
 from dataclasses import dataclass
+from functools import cache
 
 from mindformers_core.analysis.algorithms import algorithm_steps
 from mindformers_core.analysis.memory import activation_peaks
@@ -13,7 +14,7 @@ from mindformers_core.analysis.traffic import StepEntry, total
 from mindformers_core.layout import Layout
 from mindformers_core.operators.registry import facts_of
 from mindformers_core.program.activation_policy import ExplainedActivations
-from mindformers_core.program.plan import OperatorPlan, Redistribution
+from mindformers_core.program.plan import OperatorPlan, Redistribution, by_call
 from mindformers_core.program.structure import tree_leaves
 
 
@@ -145,7 +146,7 @@ def make_report(frame, algorithm=None, activations=None, micro_steps=1, stored_t
 
     Args:
         frame: the `CellPlan` of the root.
-        algorithm: as of `algorithm_parts`.
+        algorithm: as of `through_algorithm`.
         activations: the `ExplainedActivations` of the plan. Default: all are held.
         micro_steps, stored_traffic: see `Report`. Default: one, and nothing.
 
@@ -153,6 +154,7 @@ def make_report(frame, algorithm=None, activations=None, micro_steps=1, stored_t
         ValueError: an operator runs a distributed algorithm, and there is no `algorithm`: nothing is hidden.
     """
     activations = ExplainedActivations() if activations is None else activations
+    algorithm = algorithm and cache(algorithm)
     root = _cell_report(frame, algorithm, activations.notes, {})
     calls = sum(1 for _ in frame.walk())
     peaks, undropped = activation_peaks(frame, algorithm, activations), None
@@ -169,11 +171,7 @@ def _cell_report(frame, algorithm, notes, known):
     memo = id(frame), frozenset(notes.items())
     if memo in known:
         return known[memo]
-    graph, names = frame.graph, _names(frame.graph)
-    inner = {}
-    for key, note in notes.items():
-        if key:  # else it is the note of this call
-            inner.setdefault(key[0], {})[key[1:]] = note
+    graph, names, inner = frame.graph, _names(frame.graph), by_call(notes.items())
     rows = [
         _row(entry, frame, names, algorithm, inner.get(index, {}), known)
         for index, entry in enumerate(frame.instructions)
