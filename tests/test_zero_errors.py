@@ -15,7 +15,6 @@ from mindformers_core.optimizers.adamw import AdamW
 from mindformers_core.tensor_parallel import shard
 from mindformers_core.trainer.recipe import Optimizer
 from mindformers_core.zero import LossScale, hsdp, value_and_grad
-from mindformers_core.zero.optimizers import check_optimizers
 from mindformers_core.zero.storage import storage_of
 
 SIZES, AXES = (2, 2), ("dp", "tp")
@@ -228,7 +227,7 @@ def test_an_optimizer_of_the_weights_that_compute():
     with pytest.raises(
         ValueError, match=r"Adam holds 'first.weight' of the root Cell \(Net\) as it computes.*trainable"
     ):
-        check_optimizers(storage_of(net))
+        storage_of(net).check_optimizers()
     del optimizer
 
 

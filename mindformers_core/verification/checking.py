@@ -191,7 +191,7 @@ class Check:
             array = self._sums.add(key, layout, rank, array)
             if array is None:
                 return
-        expected = value if layout is None else expected_part(value, layout, rank)
+        expected = expected_part(value, layout, rank)
         tolerance, rounding = limits or (self.precision.tolerance, self.precision.rounding)
         if close(array, expected, tolerance, rounding * scale):
             return

@@ -88,8 +88,9 @@ def is_tie(value, found, inputs):
 
 
 def expected_part(value, layout, rank):
-    """The part of a global value that a rank holds, of partial tensors the sum of the terms."""
-    return value[(*_slices(layout, value.shape, rank), ...)]  # an array, of no dims, too
+    """The part of a global value that a rank holds, of partial tensors the sum of the terms; all without a layout."""
+    # an array, of no dims, too
+    return value if layout is None else value[(*_slices(layout, value.shape, rank), ...)]
 
 
 class TermSums:

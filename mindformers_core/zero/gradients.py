@@ -9,7 +9,6 @@ from mindformers_core.passes.stage_function import StageFunction
 from mindformers_core.sharding.recordings import forget_recordings
 from mindformers_core.zero.gradient_reducer import GradientReducer
 from mindformers_core.zero.loss_scale import LossScale
-from mindformers_core.zero.optimizers import check_optimizers
 from mindformers_core.zero.storage import storage_of
 
 
@@ -130,7 +129,7 @@ class _GradientFunction:
         gradients = self._reducer.finish()
         self._end()
         if not self._has_checked:
-            check_optimizers(self.storage)
+            self.storage.check_optimizers()
             self._has_checked = True
         return gradients if self.loss_scale is None else self.loss_scale.unscale(gradients)
 

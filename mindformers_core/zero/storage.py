@@ -9,13 +9,13 @@ from mindspore.graph.api import _pynative_executor
 from mindformers_core.dtensor.dropout import block_of, draws_of
 from mindformers_core.program.graph import cell_label
 from mindformers_core.scopes import replaced
+from mindformers_core.sharding.optimizers_before import optimizers_holding
 from mindformers_core.sharding.parameter_storage import ParameterStorage
 from mindformers_core.sharding.recordings import forget_recordings
 from mindformers_core.sharding.sharded_cells import ShardedCell, computing_parameters, tree_and_path
 from mindformers_core.zero.explained import explained_lines, step_plan
 from mindformers_core.zero.formulas import traffic_of_step
 from mindformers_core.zero.gradient_reducer import GradientReducer
-from mindformers_core.zero.optimizers import check_optimizers
 from mindformers_core.zero.units import UnitSchedule
 
 
@@ -162,9 +162,18 @@ class HsdpStorage(ParameterStorage):
             reducer.reduce(bucket)
         found = reducer.finish()
         if not self._has_checked:
-            check_optimizers(self)
+            self.check_optimizers()
             self._has_checked = True
         return found
+
+    def check_optimizers(self):
+        """Raise `ValueError` for an optimizer that holds unsharded weights, whose memory is freed."""
+        wholes = {id(stored.unsharded): stored.plan.path for stored in self.parameters if stored.is_copied}
+        for optimizer, held in optimizers_holding(wholes):
+            raise ValueError(
+                f"{type(optimizer).__name__} holds '{wholes[id(held[0])]}' of {self.label} as it computes, whose memory "
+                "comes and goes under hsdp(): build the optimizer of cell.trainable_params()"
+            )
 
     @contextmanager
     def call_scope(self):
