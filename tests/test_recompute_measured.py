@@ -60,7 +60,7 @@ def tensors_in(kept, seen):
         return [tensor for entry in kept for tensor in tensors_in(entry, seen)]
     if isinstance(kept, keeping._Saved):
         return [kept.tensor] if kept.handle is None else tensors_in(kept.handle, seen)
-    if isinstance(kept, Handle) and id(kept.call) not in seen:
+    if type(kept) is Handle and id(kept.call) not in seen:
         seen.add(id(kept.call))
         return tensors_in(getattr(kept.call, "inputs", []), seen)  # what waits on the host has none
     return []

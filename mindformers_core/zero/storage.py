@@ -171,8 +171,8 @@ class HsdpStorage(ParameterStorage):
         wholes = {id(stored.unsharded): stored.plan.path for stored in self.parameters if stored.is_copied}
         for optimizer, held in optimizers_holding(wholes):
             raise ValueError(
-                f"{type(optimizer).__name__} holds '{wholes[id(held[0])]}' of {self.label} as it computes, whose memory "
-                "comes and goes under hsdp(): build the optimizer of cell.trainable_params()"
+                f"{type(optimizer).__name__} holds '{wholes[id(held[0])]}' of {self.label} as it computes, whose "
+                "memory comes and goes under hsdp(): build the optimizer of cell.trainable_params()"
             )
 
     @contextmanager
