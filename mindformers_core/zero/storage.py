@@ -9,7 +9,6 @@ from mindspore.graph.api import _pynative_executor
 from mindformers_core.dtensor.dropout import block_of, draws_of
 from mindformers_core.program.graph import cell_label
 from mindformers_core.scopes import replaced
-from mindformers_core.sharding.optimizers_before import optimizers_holding
 from mindformers_core.sharding.parameter_storage import ParameterStorage
 from mindformers_core.sharding.recordings import forget_recordings
 from mindformers_core.sharding.sharded_cells import ShardedCell, computing_parameters, tree_and_path
@@ -40,6 +39,7 @@ class HsdpStorage(ParameterStorage):
         reducer: the `GradientReducer` that takes gradients while a backward pass runs, or None.
         schedule: the `UnitSchedule`.
         is_training: whether it was opened for gradients.
+        has_checked: whether optimizers were checked, which is done at the first gradients.
     """
 
     takes_gradients = True
@@ -51,7 +51,7 @@ class HsdpStorage(ParameterStorage):
         self.copied = {id(stored.unsharded) for stored in parameters if stored.is_copied}
         self.trained = [number for number, stored in enumerate(parameters) if stored.plan.trainable]
         self.collectives = self.reducer = None
-        self.is_open = self.is_training = self._in_pass = self._has_checked = False
+        self.is_open = self.is_training = self._in_pass = self.has_checked = False
         self._numbers = {id(stored.unsharded): number for number, stored in enumerate(parameters)}
         if settings.reshard_after_forward is not False:
             self.units = tuple(dict.fromkeys(bucket.unit for bucket in gathers if bucket.unit))
@@ -160,20 +160,7 @@ class HsdpStorage(ParameterStorage):
         gradients.clear()
         for bucket in self.reduces:
             reducer.reduce(bucket)
-        found = reducer.finish()
-        if not self._has_checked:
-            self.check_optimizers()
-            self._has_checked = True
-        return found
-
-    def check_optimizers(self):
-        """Raise `ValueError` for an optimizer that holds unsharded weights, whose memory is freed."""
-        wholes = {id(stored.unsharded): stored.plan.path for stored in self.parameters if stored.is_copied}
-        for optimizer, held in optimizers_holding(wholes):
-            raise ValueError(
-                f"{type(optimizer).__name__} holds '{wholes[id(held[0])]}' of {self.label} as it computes, whose "
-                "memory comes and goes under hsdp(): build the optimizer of cell.trainable_params()"
-            )
+        return reducer.finish()
 
     @contextmanager
     def call_scope(self):
