@@ -7,6 +7,7 @@ parameters don't: the caller owns them.
 from collections import Counter
 
 from mindformers_core.analysis.saved_tensors import traced
+from mindformers_core.grouping import grouped
 from mindformers_core.program.plan import called_cells
 
 
@@ -38,9 +39,7 @@ def _peak(events, kept):
     """The most bytes at once, where memory is freed after the last event that makes or uses it, but what is `kept`."""
     last = {memory: place for place, (made, used) in enumerate(events) for memory in (*made, *used)}
     last |= dict.fromkeys(kept, len(events))
-    freed = {}
-    for memory, place in last.items():
-        freed.setdefault(place, []).append(memory)
+    freed = grouped((place, memory) for memory, place in last.items())
     peak = alive = 0
     for place, (made, _) in enumerate(events):
         alive += sum(memory.nbytes for memory in made)

@@ -35,8 +35,8 @@ class Prediction:
 
     def __init__(self, frame, algorithm=None, arguments_need=True):
         self._frame, self._places = frame, {place.key: place for place in operators_in_order(frame)}
-        algorithm = algorithm and cache(algorithm)  # a budget follows a program a thousand times
-        self.trace = partial(traced, frame, {}, algorithm=algorithm, arguments_need=arguments_need)
+        self.algorithm = algorithm and cache(algorithm)  # a budget follows a program a thousand times
+        self.trace = partial(traced, frame, {}, algorithm=self.algorithm, arguments_need=arguments_need)
         self._live_set, self._plain_trace = cache(self._live_set_of), cache(self.trace)
 
     def saved(self, dropped=frozenset()):

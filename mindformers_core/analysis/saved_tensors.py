@@ -12,6 +12,7 @@ from mindformers_core.analysis.algorithms import through_algorithm
 from mindformers_core.analysis.forward_trace import ForwardTrace, LocalTensor, Memory, Run, SharedCall, placeholder
 from mindformers_core.analysis.views import gives_its_input, is_cast_to_its_dtype, viewed
 from mindformers_core.dtypes import ITEM_BYTES
+from mindformers_core.grouping import grouped
 from mindformers_core.operators.registry import NO_GRADIENT, facts_of
 from mindformers_core.operators.saved import UNMEASURED
 from mindformers_core.operators.views import contiguous_strides, reshaped
@@ -47,12 +48,8 @@ def traced(frame, known, dropped=frozenset(), on_host=frozenset(), algorithm=Non
 
 
 def _below(keys):
-    """Key of a call -> set of the keys inside it, relative to the call."""
-    below = {}
-    for key in keys:
-        for end in range(1, len(key)):
-            below.setdefault(key[:end], set()).add(key[end:])
-    return below
+    """Key of a call -> the keys inside it, relative to the call."""
+    return grouped((key[:end], key[end:]) for key in keys for end in range(1, len(key)))
 
 
 def _outside(value, shape, needs):

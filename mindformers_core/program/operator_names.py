@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import count
 
+from mindformers_core.grouping import grouped
 from mindformers_core.program.naming import assigned_names, snake_case
 from mindformers_core.program.plan import (
     CallPlan,
@@ -144,11 +145,7 @@ def _work(move):
 
 def _callers(frame):
     """`CellPlan` -> the source lines of its calls."""
-    callers = {}
-    for _, each in frame.walk():
-        for call in each.calls:
-            callers.setdefault(call.frame, set()).add(call.node.source)
-    return callers
+    return grouped((call.frame, call.node.source) for _, each in frame.walk() for call in each.calls)
 
 
 def _variables(graph, callers):
@@ -199,14 +196,12 @@ def _label_keys(name):
 
 def _texts(named, cells):
     """The text of every `OperatorName`; `cells`: the paths of all called Cells."""
-    labels, below = {}, {}
-    for name in named:
-        for label in name.labels:
-            alike = labels.setdefault((name.path, label.variable, label.plain), [])
-            alike.append((label.number, name.place.key))
-    for path in dict.fromkeys(name.path for name in named):
-        for ending in _endings(path):
-            below.setdefault(ending, []).append(path)
+    labels = grouped(
+        ((name.path, label.variable, label.plain), (label.number, name.place.key))
+        for name in named
+        for label in name.labels
+    )
+    below = grouped((ending, path) for path in dict.fromkeys(name.path for name in named) for ending in _endings(path))
     endings = {ending for path in cells for ending in _endings(path)}
 
     @cache  # the calls of a Cell ask the same

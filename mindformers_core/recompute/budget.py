@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass, replace
-from functools import cache
 
 from mindformers_core.analysis.operations import operations
 from mindformers_core.hints import bytes_shown, operations_shown
@@ -61,7 +60,6 @@ def choice_within(settings, program, boundaries=(), swapped=frozenset(), is_part
     Raises:
         ValueError: no set fits the budget, see `choose`.
     """
-    algorithm = program.algorithm and cache(program.algorithm)
     places = {place.key: place for place in program.places}
     prediction = program.prediction
 
@@ -75,7 +73,7 @@ def choice_within(settings, program, boundaries=(), swapped=frozenset(), is_part
         prediction.saved_bytes,
         prediction.recomputed,
         not_kept,
-        lambda key: operations(places[key], algorithm),
+        lambda key: operations(places[key], prediction.algorithm),
         keep=kept_keys(settings, program, boundaries) | swapped,
         is_part=is_part,
     )
