@@ -15,6 +15,7 @@ PACKAGE = "mindformers_core"
 PURE_FLOORS = (  # each imports only from those before it, and never MindSpore
     "hints",
     "scopes",
+    "grouping",
     "dtypes",
     "splitmix",
     "mesh",

@@ -212,9 +212,8 @@ class FunctionSource:
 
     def _hints(self, node, operator):
         """Names for the results of a node: those of the user's code, else the operator's."""
-        count = len(tree_leaves(node.outputs))
-        names = self.assigned.get(self.places.get(id(node))) or ()
-        names = names if len(names) == count else (None,) * count
+        names, *_ = self.assigned.get(self.places.get(id(node)), (None,))
+        names = names or (None,) * len(tree_leaves(node.outputs))
         return [name if name and not keyword.iskeyword(name) else operator for name in names]
 
     def _receive(self, outputs, layouts, hints, expression):

@@ -12,7 +12,7 @@ from itertools import count
 
 from mindformers_core.grouping import grouped
 from mindformers_core.program import plan
-from mindformers_core.program.naming import all_assigned_names, snake_case
+from mindformers_core.program.naming import assigned_names, snake_case
 from mindformers_core.redistribution.steps import STEP_KINDS
 
 _SUFFIXES = ("ExtView", "Ext", "View")
@@ -141,9 +141,11 @@ def _variables(graph, callers):
 
     Operators of a MindSpore Cell are captured with the line of its call, which assigns the Cell's result.
     """
-    assigned = all_assigned_names(graph)
-    own = {index: assigned.get(index, ()) for index, node in enumerate(graph.nodes) if node.source not in callers}
-    return {id(node): own.get(index, ()) for index, node in enumerate(graph.nodes)}
+    found, assigned = {}, assigned_names(graph)
+    for index, node in enumerate(graph.nodes):
+        own = assigned.get(index, ()) if node.source not in callers else ()
+        found[id(node)] = tuple(name for names in own for name in names or () if name)
+    return found
 
 
 def _labels(operators, variables=()):
