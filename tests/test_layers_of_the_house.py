@@ -22,7 +22,6 @@ PURE_FLOORS = (  # each imports only from those before it, and never MindSpore
     "lazy_exports",
     "files",
     "ranges",
-    "grouping",
     "placement",
     "layout",
     "redistribution",
