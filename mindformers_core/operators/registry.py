@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import cache
+from inspect import signature
 
 from mindformers_core.hints import nearest
-from mindformers_core.operators.saved import SavedByOperator
-from mindformers_core.operators.signature import tensors_in, undivided
+from mindformers_core.operators.saved import UNMEASURED, SavedByOperator
+from mindformers_core.operators.signature import spelled, tensors_in, undivided
 from mindformers_core.operators.views import INPUT_IF_OF_ITS_DTYPE, strided
 
 FLOWS, ZERO, NO_GRADIENT = "flows", "zero", "none"
@@ -25,7 +27,7 @@ class OperatorFacts:
         attributes: names of attributes of a classic primitive that the rule, or the decomposition, takes as named
             arguments.
         gradient: `FLOWS`; `ZERO`: a gradient is recorded, and is 0; `NO_GRADIENT`: none is recorded.
-        saves: the `SavedByOperator`: the tensors that its gradient saves. None: `UNMEASURED`.
+        saves: the `SavedByOperator`: the tensors that its gradient saves. Default: `UNMEASURED`.
         view: a function of `operators.views`, or one of its constants, where results are views of the first tensor.
         operations: floating-point operations for an element of its largest tensor; or a function that gives the number
             from the local sizes of all factors of its `Signature`, a dict.
@@ -47,7 +49,7 @@ class OperatorFacts:
     draws: bool = False
     attributes: tuple = ()
     gradient: str = FLOWS
-    saves: SavedByOperator | None = None
+    saves: SavedByOperator = UNMEASURED
     view: Callable | str | None = None
     operations: Callable | int = 1
     reads_a_part: bool = False
@@ -128,6 +130,12 @@ def _hashable(value):
     return tuple(map(_hashable, value)) if isinstance(value, (tuple, list)) else value
 
 
+@cache
+def _parameters(rule):
+    """Names of a rule's arguments."""
+    return tuple(signature(rule).parameters)
+
+
 def signature_of(name, args, kwargs=None, shapes=()):
     """The `Signature` of operator `name` called with `args`, where tensors are `TensorMeta`.
 
@@ -149,7 +157,7 @@ def signature_of(name, args, kwargs=None, shapes=()):
             f"whole inputs, register_operator('{name}', gather=True), or write its rule, @register_operator('{name}')"
         )
     try:
-        return rule(*args, **(kwargs or {}))
+        return rule(*args, **spelled(kwargs or {}, _parameters(rule)))
     except (ValueError, TypeError) as error:
         shown = ", ".join([*map(repr, args), *(f"{key}={value!r}" for key, value in (kwargs or {}).items())])
         raise type(error)(f"operator {name}({shown}): {error}") from error

@@ -7,7 +7,7 @@ from math import prod
 from mindformers_core.operators import saved
 from mindformers_core.operators.registry import register_operator
 from mindformers_core.operators.rewrites import correction_given, dim_given, float_reduction
-from mindformers_core.operators.rules.dims import SPELLINGS, as_dim, as_dims, bound, equation, parameters, unary
+from mindformers_core.operators.rules.dims import as_dim, as_dims, bound, equation, parameters, unary
 from mindformers_core.operators.rules.elementwise import keeps_digits
 from mindformers_core.operators.signature import tensors_in
 
@@ -83,7 +83,7 @@ def _reduce(operation, outputs, known, x, *args, **named):
     A mean over a sharded dim is a sum of terms (each shard's mean over the number of shards); extremes, positions and
     truth values need an algorithm, whose result is whole again.
     """
-    given, again = bound({"x": None} | known, (x, *args), named, SPELLINGS | _NAMES)
+    given, again = bound({"x": None} | known, (x, *args), named, _NAMES)
     for name, usual in (("initial", None), ("where", True)):
         if given.get(name) not in (None, usual):
             raise ValueError(f"{name}={given[name]!r} is not available for a distributed tensor")
@@ -144,7 +144,7 @@ for _names, _operations, _outputs, _text, _saves, _facts in _OPERATORS:
         register_operator(_name, saves=_saves, **_facts | {"source": _source})(_rule)
 
 
-@register_operator("Quantile", saves=saved.UNMEASURED, attributes=("dim", "keep_dims"))
+@register_operator("Quantile", attributes=("dim", "keep_dims"))
 def quantile(x, q, dim=None, keep_dims=False):
     """Quantiles along `dim`, in a first dim where `q` is a vector."""
     dims = as_dims(dim, x.ndim)
@@ -155,19 +155,19 @@ def quantile(x, q, dim=None, keep_dims=False):
     return equation(f"{' '.join(names)}{f', {several}' * len(points)} -> {several} {' '.join(kept)}", x, *points)
 
 
-@register_operator("InTopK", saves=saved.UNMEASURED)
+@register_operator("InTopK")
 def in_top_k(predictions, targets, k=1):
     """Whether the target is among the `k` best classes of each row."""
     return equation("n C, n -> n", predictions, targets)
 
 
-@register_operator("L2Normalize", saves=saved.UNMEASURED, operations=4, attributes=("axis",))
+@register_operator("L2Normalize", operations=4, attributes=("axis",))
 def normalized(x, axis=0):
     """Vectors along `axis`, of length 1."""
     return unary(x, whole=as_dims(axis, x.ndim))
 
 
-@register_operator("Renorm", saves=saved.UNMEASURED, operations=4, attributes=("dim",))
+@register_operator("Renorm", operations=4, attributes=("dim",))
 def renormalized(x, dim):
     """The slices of `dim`, none longer than a limit."""
     return unary(x, whole=set(range(x.ndim)) - {as_dim(dim, x.ndim)})
