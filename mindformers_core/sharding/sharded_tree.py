@@ -15,7 +15,7 @@ from mindformers_core.dtensor.dtensor import DTensor
 from mindformers_core.program.activation_policy import ActivationPolicy
 from mindformers_core.program.graph import class_label
 from mindformers_core.program.passed_weights import weights_of_call
-from mindformers_core.program.plan import called_graphs, joined_path
+from mindformers_core.program.plan import called_graphs, joined_path, parameter_path
 from mindformers_core.program.structure import tree_key, tree_map
 from mindformers_core.scopes import errors_at, replaced
 from mindformers_core.sharding.boundary import Boundary
@@ -275,11 +275,11 @@ class ShardedTree:
         calls, names = program.calls(), program.source.functions
         for path, frame, graph in calls:
             self._methods[path][names[frame]] = program.functions[names[frame]]
-            for use in graph.parameters:
-                self.storage.on_read(self._parameter(program, use.path), path)
+            for number in range(len(frame.graph.parameters)):
+                self.storage.on_read(self._parameter(program, parameter_path(frame, graph, number)), path)
             for attribute, kind, index in program.source.borrowed.get(frame, ()):
                 if kind == "parameter":
-                    borrowed = self._parameter(program, graph.parameters[index].path)
+                    borrowed = self._parameter(program, parameter_path(frame, graph, index))
                 else:
                     _, called = list(called_graphs(frame, graph))[index]
                     borrowed = self.cells[joined_path(program.path, called.path)]
