@@ -275,8 +275,8 @@ class ShardedTree:
         calls, names = program.calls(), program.source.functions
         for path, frame, graph in calls:
             self._methods[path][names[frame]] = program.functions[names[frame]]
-            for number in range(len(frame.graph.parameters)):
-                self.storage.on_read(self._parameter(program, parameter_path(frame, graph, number)), path)
+            for use in graph.parameters:
+                self.storage.on_read(self._parameter(program, use.path), path)
             for attribute, kind, index in program.source.borrowed.get(frame, ()):
                 if kind == "parameter":
                     borrowed = self._parameter(program, parameter_path(frame, graph, index))
