@@ -39,6 +39,7 @@ SIZES = {  # pattern of an attribute's name in a configuration -> its value
     r"(bos|eos|sep|cls|mask|unk|decoder_start|image|video|audio)_token_(id|index)": 3,
 }
 SMALLER = {  # module of mindcv -> arguments of its Cell
+    "coat": {"embed_dims": [32] * 4, "parallel_depth": 2},
     "cmt": {"img_size": 64, "depths": [1, 1, 1, 1], "embed_dims": [32, 64, 96, 128]},
     "convnext": {"dims": [32, 64, 96, 128]},
     "crossvit": {"embed_dim": [32, 64], "depth": [[1, 1, 0], [1, 1, 0]]},
@@ -65,6 +66,7 @@ SMALLER = {  # module of mindcv -> arguments of its Cell
     },
     "swintransformer": {"embed_dim": 24, "depths": [2, 2]},
     "swintransformerv2": {"embed_dim": 24, "depths": [2, 2]},
+    "vit": {"embed_dim": 64, "depth": 2, "num_heads": 4},
 }
 NARROWER = "densenet dpn googlenet hrnet inceptionv3 inceptionv4 mobilenetv1 mobilenetv2 mobilenetv3 resnest"
 NARROWER += " resnet resnetv2 senet sknet squeezenet vgg xception"  # modules of mindcv: fewer channels
