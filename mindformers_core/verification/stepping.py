@@ -1,8 +1,7 @@
 """What a step computes after its passes, of one rank against one card: gradients, their norm, and updates."""
 
 import numpy as np
-from mindspore import Parameter, Tensor, ops
-from mindspore import dtype as mstype
+from mindspore import Parameter, Tensor, dtype as mstype, ops
 
 from mindformers_core.optimizers.adamw import AdamW, decays
 from mindformers_core.optimizers.lamb import Lamb
