@@ -8,7 +8,7 @@ from mindformers_core import verify
 from mindformers_core.layout import layout
 from mindformers_core.mesh import DeviceMesh
 
-IMAGES = ("resnet", "unet")
+NIGHTLY = ("resnet", 3), ("unet", 2)
 
 
 @pytest.mark.parametrize("name", AUTHORS)
@@ -20,8 +20,10 @@ def test_a_batch_and_weights_are_cut(name):
     assert check.compared
 
 
-@pytest.mark.parametrize("dim", (2, 3))
-@pytest.mark.parametrize("name", IMAGES)
+@pytest.mark.parametrize(
+    ("name", "dim"),
+    [("resnet", 2), ("unet", 3), *(pytest.param(*each, marks=pytest.mark.nightly) for each in NIGHTLY)],
+)
 def test_an_image_is_cut(name, dim):
     mesh, example = DeviceMesh((2, 2), ("dp", "tp")), AUTHORS[name]
     (image, target), _ = example.inputs(0)

@@ -270,10 +270,13 @@ def test_the_models_own_code_is_compared_with_the_captured_program(monkeypatch):
     assert "by the model's own code; one card's is the captured program's', micro-batch 0, run 0" in report, report
 
 
+BY_DAY = "llama3_8b", "llama_tiny_pp", "llama_tiny_cpu_1p"
+
+
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(path.stem, marks=[pytest.mark.nightly] * (path.stem == "llama3_70b"))
+        pytest.param(path.stem, marks=[pytest.mark.nightly] * (path.stem not in BY_DAY))
         for path in sorted((ROOT / "configs").glob("*.yaml"))
     ],
 )
