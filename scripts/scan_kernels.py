@@ -119,6 +119,7 @@ def scan(todo, calls, folder, seconds=math.inf):
             raise RuntimeError(errors.read_text("utf-8")[-3000:])
         begun = len(left)
         order.write_text(json.dumps({"results": str(results), "entries": left, "calls": calls, "end": end}))
+        results.touch()  # the time from which a worker is silent
         with errors.open("w", encoding="utf-8") as out:
             _finished(subprocess.Popen([sys.executable, str(HERE), "--worker", str(order)], stderr=out), results)
 
