@@ -45,6 +45,12 @@ def script_of(item):
     return marker.args if marker else ()
 
 
+def pytest_ignore_collect(collection_path, config):
+    """Where only tests that start ranks are asked for, a file without any isn't imported."""
+    is_asked = config.getoption("markexpr").startswith("ranks") and collection_path.name.startswith("test_")
+    return True if is_asked and "mark.ranks" not in collection_path.read_text() else None
+
+
 def pytest_collection_modifyitems(items):
     """Tests that look at launches come last."""
     items.sort(key=lambda item: item.path.name == "test_ranks.py" or bool(script_of(item)))

@@ -11,7 +11,9 @@ from mindformers_core.mesh import DeviceMesh
 NIGHTLY = ("resnet", 3), ("unet", 2)
 
 
-@pytest.mark.parametrize("name", AUTHORS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.nightly] * (place % 2)) for place, name in enumerate(AUTHORS)]
+)
 def test_a_batch_and_weights_are_cut(name):
     mesh, example = DeviceMesh((2, 2), ("dp", "tp")), AUTHORS[name]
     args, kwargs = example.inputs(0)

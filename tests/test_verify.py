@@ -263,7 +263,7 @@ def test_the_models_own_code_is_compared_with_the_captured_program(monkeypatch):
     monkeypatch.setitem(registry._FACTS, "SiLU", replace(registry._FACTS["SiLU"], source="ops.relu(input)"))
     operator_source._form.cache_clear()
     try:
-        check = verify_recipe(load_recipe(str(ROOT / "configs" / "llama_tiny_zero.yaml")))
+        check = verify_recipe(load_recipe(str(ROOT / "configs" / "llama_tiny_cpu_1p.yaml")))
     finally:
         operator_source._form.cache_clear()
     report = check.report()
