@@ -23,7 +23,7 @@ import numpy as np
 import psutil
 from mindspore import Tensor
 
-from mindformers_core.analysis.prediction import saved_bytes
+from mindformers_core.analysis.prediction import Prediction
 from mindformers_core.capture.algorithm_graph import algorithm_of
 from mindformers_core.communication import init_distributed
 from mindformers_core.mesh import init_device_mesh
@@ -126,8 +126,8 @@ def place_of(tensor):
 def predicted_bytes(net):
     """The same by the plan of the program that ran last."""
     frame = programs(net)[-1].frame
-    again = {place.key for place in operators_in_order(frame) if place.entry in place.frame.keepers}
-    return saved_bytes(frame, again, algorithm_of)
+    again = frozenset(place.key for place in operators_in_order(frame) if place.entry in place.frame.keepers)
+    return Prediction(frame, algorithm_of).saved_bytes(again)
 
 
 def main(variant, mode):

@@ -9,8 +9,12 @@ from mindspore.common.initializer import initializer
 
 sys.path.insert(0, str(ROOT / "examples"))
 
-from own_model import CLASSIFIER as PLAIN  # noqa: E402
-from own_model import Block, Classifier, open_samples  # noqa: E402
+from own_model import (  # noqa: E402
+    CLASSIFIER as PLAIN,  # noqa: E402
+    Block,
+    Classifier,
+    open_samples,
+)
 
 __all__ = ["CLASSIFIER", "Normalised", "open_samples"]
 

@@ -3,7 +3,9 @@
 import mindspore as ms
 from mindspore import Tensor, ops
 
-__all__ = ["constants_of", "distinct", "measured", "scalar_of", "tensors_in"]
+from mindformers_core.analysis.prediction import Prediction
+
+__all__ = ["constants_of", "distinct", "measured", "saved_activations", "saved_bytes", "scalar_of", "tensors_in"]
 
 
 def measured(function, *inputs, exclude=()):
@@ -28,6 +30,16 @@ def measured(function, *inputs, exclude=()):
     parameters = [one for one in exclude if isinstance(one, ms.Parameter) and one.requires_grad]
     ms.value_and_grad(forward, None, parameters)(*inputs)
     return sum(one.untyped_storage().nbytes() for one in distinct(packed, (*inputs, *exclude)))
+
+
+def saved_activations(frame, dropped=frozenset(), algorithm=None, arguments_need=True):
+    """What a plan predicts of it: see `Prediction`."""
+    return Prediction(frame, algorithm, arguments_need).saved(frozenset(dropped))
+
+
+def saved_bytes(*given, **settings):
+    """The sum of `saved_activations` in bytes."""
+    return sum(one.nbytes for one in saved_activations(*given, **settings))
 
 
 def distinct(tensors, exclude):

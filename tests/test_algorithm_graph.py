@@ -8,8 +8,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from algorithm_calls import CASES as ON_CPU
-from algorithm_calls import IMAGES, INDICES, KERNELS, LOOKUPS, NUMBERS, SOFTMAX, TABLE, WINDOWS, Several
+from algorithm_calls import (
+    CASES as ON_CPU,
+    IMAGES,
+    INDICES,
+    KERNELS,
+    LOOKUPS,
+    NUMBERS,
+    SOFTMAX,
+    TABLE,
+    WINDOWS,
+    Several,
+)
 from mindspore import Tensor, mint, ops
 from simulated_ranks import collect, distribute, run_forward
 

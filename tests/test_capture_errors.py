@@ -7,8 +7,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 from captured_models import Function, assert_unchanged, snapshot
-from mindspore import Parameter, Tensor, mint, nn, ops
-from mindspore import dtype as mstype
+from mindspore import Parameter, Tensor, dtype as mstype, mint, nn, ops
 
 from mindformers_core import shard, verify
 from mindformers_core.capture.capture import capture

@@ -159,8 +159,9 @@ def test_converts_floats_where_asked(tmp_path):
 
 
 def test_a_newer_format_is_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr("mindformers_core.checkpoint.save.FORMAT", 2)
-    state_on(tensors(), "one").save(str(tmp_path / "step_1"))
+    with monkeypatch.context() as patch:
+        patch.setattr("mindformers_core.checkpoint.index.FORMAT", 2)
+        state_on(tensors(), "one").save(str(tmp_path / "step_1"))
     with pytest.raises(ValueError, match="step_1 has format 2, but this version of mindformers_core reads up to 1"):
         open_checkpoint(str(tmp_path / "step_1"))
 

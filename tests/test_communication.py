@@ -146,7 +146,6 @@ def test_dry_run_shapes(dry, device):
         comm.SliceToShard(dry, "dp", 1): (64, 8),
         comm.PadToPartial(dry, "dp", 1): (64, 128),
         comm.MarkVarying(dry, "dp"): (64, 32),
-        comm.Broadcast(dry, "tp", 7): (64, 32),
     }
     with ms.DeviceCtx(device) if device == "meta" else count_collectives():
         for collective, shape in expected.items():
@@ -215,8 +214,6 @@ def test_wrong_collectives(dry):
         comm.AllReduce(dry, "tp", "mx")
     with pytest.raises(ValueError, match="has 64 ranks.*but 32 run"):
         comm.AllReduce(init_device_mesh((64,), ("tp",)), "tp")
-    with pytest.raises(ValueError, match="root 8.*0 to 7"):
-        comm.Broadcast(dry, "tp", 8)
     with pytest.raises(ValueError, match=r"\(3, 5\) can't be cut along dim 1 into 8 equal parts"):
         comm.ReduceScatter(dry, "tp", 1)(ms.Tensor(np.ones((3, 5), np.float32)))
     with pytest.raises(TypeError, match="avg.*needs floats"):
@@ -256,7 +253,6 @@ def test_native_backend_uses_mindspores_operators(monkeypatch):
     scatter = NativeCollective(group, "reduce_scatter", 1, "sum")
     assert (scatter.operator.name, scatter.operator.op, scatter.operator.group) == ("ReduceScatter", "sum", "a_group")
     assert NativeCollective(group, "all_gather", 0).operator.group == "a_group"
-    assert NativeCollective(group, "broadcast", 1).operator.root_rank == 2
 
     def gathered(x):
         return ms.ops.cat([x + 10 * rank for rank in range(4)], 0)  # a process group counts ranks in ascending order

@@ -5,8 +5,7 @@ import pytest
 from mindspore import Layout, Parameter, Tensor, nn, ops
 from small_cells import FeedForward, Linear, Net
 
-from mindformers_core.layout import Layout as OurLayout
-from mindformers_core.layout import layout
+from mindformers_core.layout import Layout as OurLayout, layout
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.propagation.boundaries import Declaration, OperatorDeclaration
 from mindformers_core.sharding.declare import collect_declarations

@@ -14,12 +14,13 @@ from small_cells import cell_of
 from mindformers_core.analysis.traffic import bytes_by_axes, collectives_of
 from mindformers_core.capture.algorithm_graph import algorithm_of
 from mindformers_core.explaining.page import page
-from mindformers_core.explaining.report import MoveRow, make_report
+from mindformers_core.explaining.report import make_report
 from mindformers_core.explaining.text import explain_plan
 from mindformers_core.hints import bytes_shown
 from mindformers_core.layout import layout
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.operators import tensor_meta
+from mindformers_core.program.plan import Redistribution
 from mindformers_core.tensor_parallel.layers import ColumnParallelLinear, RMSNorm, RowParallelLinear
 
 TP = init_device_mesh((2,), ("tp",))
@@ -186,10 +187,10 @@ def test_the_text():
 def test_arrows_mark_what_communicates():
     frame = feed_forward(sequence_parallel=True)
     marked = [line.split()[1] for line in explain_plan(make_report(frame)).splitlines() if line.strip().startswith("→")]
-    rows = [row.report for row in make_report(frame).root.rows if hasattr(row, "report")]
-    moves = [row for report in rows for row in report.rows if isinstance(row, MoveRow)]
+    rows = [row.report for row in make_report(frame).root.rows if row.report is not None]
+    moves = [row for report in rows for row in report.rows if isinstance(row.entry, Redistribution)]
     assert len(marked) == 3 and marked.count("weight") == 1
-    assert len(moves) + sum(isinstance(row, MoveRow) for row in make_report(frame).root.rows) == 3
+    assert len(moves) + sum(isinstance(row.entry, Redistribution) for row in make_report(frame).root.rows) == 3
 
 
 def test_operators_of_one_line_come_together():

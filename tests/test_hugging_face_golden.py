@@ -142,8 +142,7 @@ def test_transformers_itself(tmp_path, name):
     """With other weights; and it loads what has been trained here, unchanged."""
     for package in ("torch", "transformers"):
         pytest.importorskip(package, reason=f"needs {package}: pip install torch transformers")
-    from make_hugging_face_golden import MODELS as SETTINGS
-    from make_hugging_face_golden import logits_of, write_golden
+    from make_hugging_face_golden import MODELS as SETTINGS, logits_of, write_golden
 
     theirs = tmp_path / "theirs"
     write_golden(theirs, seed=7, **SETTINGS[name])

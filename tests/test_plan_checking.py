@@ -13,8 +13,7 @@ from mindspore import nn, ops
 from operator_source_calls import ALL_CALLS
 from planned_models import planned
 from small_cells import cell_of
-from test_operators import MESH as SQUARE
-from test_operators import ask, combinations, fill, meta_of, shape_of, tensors_of
+from test_operators import MESH as SQUARE, ask, combinations, fill, meta_of, shape_of, tensors_of
 
 from mindformers_core.layout import Layout, layout
 from mindformers_core.mesh import init_device_mesh

@@ -7,8 +7,13 @@ import numpy as np
 import pytest
 from message_tensors import bits_of, random_tensor, tensor
 
-from mindformers_core.communication import channel, count_collectives, init_distributed, shutdown
-from mindformers_core.communication import point_to_point_native as native
+from mindformers_core.communication import (
+    channel,
+    count_collectives,
+    init_distributed,
+    point_to_point_native as native,
+    shutdown,
+)
 from mindformers_core.communication.point_to_point import Channel
 
 

@@ -217,14 +217,14 @@ def test_what_must_be_kept_in_one_layer():
 def test_the_whole_budget_computes_nothing_again():
     frame, model = deep(3)
     choice = model.choose(frame, 1)
-    assert (choice.dropped, choice.flops, choice.parts) == (frozenset(), 0, ())
+    assert (choice.dropped, choice.flops, choice.parts) == (frozenset(), 0, {})
     assert choice.saved_bytes == choice.all_bytes == 3 * 96
 
 
 def test_described():
     frame, model = deep(30)
     choice = model.choose(frame, 0.5)
-    lines = described(choice, {part.key: f"layers.{part.key[0]}.{'abcd'[part.key[1]]}" for part in choice.parts})
+    lines = described(choice, {key: f"layers.{key[0]}.{'abcd'[key[1]]}" for key in choice.parts})
     stays, again = "1.4 KiB of 2.8 KiB of saved activations stay (50.0 %)", "36 FLOP are computed again"
     assert lines[0] == f"{stays}; {again}, 0.1 % of the forward pass"
     assert [line.split() for line in lines[2:]] == [

@@ -5,12 +5,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, ops
+from saved_tensors import saved_bytes
 from small_cells import cell_of
 from test_recompute_explained import IDS, explained
 from test_recompute_gradients import llama, sharded
 
 from mindformers_core.analysis.forward_trace import Memory
-from mindformers_core.analysis.prediction import saved_bytes
 from mindformers_core.capture.algorithm_graph import algorithm_of
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.operators import tensor_meta

@@ -3,9 +3,10 @@
 import pytest
 from mindspore import Parameter, Tensor, ops
 from planned_models import planned
+from saved_tensors import saved_activations, saved_bytes
 from small_cells import cell_of
 
-from mindformers_core.analysis.prediction import Prediction, saved_activations, saved_bytes
+from mindformers_core.analysis.prediction import Prediction
 from mindformers_core.capture.algorithm_graph import algorithm_of
 from mindformers_core.layout import layout
 from mindformers_core.mesh import init_device_mesh

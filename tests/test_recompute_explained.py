@@ -7,14 +7,15 @@ import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, ops
 from models import TINY_LLAMA
+from saved_tensors import saved_activations, saved_bytes
 from small_cells import cell_of
 from test_recompute_gradients import INPUTS, Net, llama, sharded
 
-from mindformers_core.analysis.prediction import Prediction, saved_activations, saved_bytes
+from mindformers_core.analysis.prediction import Prediction
 from mindformers_core.analysis.traffic import collectives_of
 from mindformers_core.capture.algorithm_graph import algorithm_of
 from mindformers_core.communication import init_distributed, shutdown
-from mindformers_core.explaining.report import CallRow, make_report
+from mindformers_core.explaining.report import make_report
 from mindformers_core.hints import bytes_shown
 from mindformers_core.mesh import DeviceMesh, init_device_mesh
 from mindformers_core.models import LlamaConfig, LlamaForCausalLM
@@ -40,7 +41,7 @@ def rows_of(report):
     """The rows of all calls; of equal ones as often as they are called."""
     for row in report.rows:
         yield row
-        if isinstance(row, CallRow) and row.report is not None:
+        if row.report is not None:
             yield from rows_of(row.report)
 
 

@@ -6,10 +6,10 @@ import mindspore as ms
 import pytest
 from mindspore import Tensor
 from recomputations import count_recomputations
-from saved_tensors import constants_of, distinct, measured, scalar_of
+from saved_tensors import constants_of, distinct, measured, saved_bytes, scalar_of
 from test_recompute_gradients import INPUTS, Cast, Half, Net, Views, drawn, llama, sharded
 
-from mindformers_core.analysis.prediction import Prediction, saved_bytes
+from mindformers_core.analysis.prediction import Prediction
 from mindformers_core.capture.algorithm_graph import algorithm_of
 from mindformers_core.communication import init_distributed, shutdown
 from mindformers_core.communication.raw import RawCollective
@@ -60,7 +60,7 @@ def tensors_in(kept, seen):
         return [tensor for entry in kept for tensor in tensors_in(entry, seen)]
     if isinstance(kept, keeping._Saved):
         return [kept.tensor] if kept.handle is None else tensors_in(kept.handle, seen)
-    if isinstance(kept, Handle) and id(kept.call) not in seen:
+    if type(kept) is Handle and id(kept.call) not in seen:
         seen.add(id(kept.call))
         return tensors_in(getattr(kept.call, "inputs", []), seen)  # what waits on the host has none
     return []

@@ -8,9 +8,8 @@ from captured_models import MODELS
 from launch import ROOT
 from mindspore import Tensor, nn
 from models import EXAMPLES, axes_of
-from saved_tensors import constants_of, measured, tensors_in
+from saved_tensors import constants_of, measured, saved_bytes, tensors_in
 
-from mindformers_core.analysis.prediction import saved_bytes
 from mindformers_core.capture.algorithm_graph import algorithm_of
 from mindformers_core.communication.raw import RawCollective
 from mindformers_core.mesh import init_device_mesh

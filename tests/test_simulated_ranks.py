@@ -40,7 +40,6 @@ def test_collectives_of_simulated_ranks(axes, dtype):
             ("all_gather", (1,), lambda x: np.concatenate(x, 1)),
             ("reduce_scatter", (0, "sum"), lambda x, n=count, k=place: np.split(sum(x), n, 0)[k]),
             ("all_to_all", (0, 1), lambda x, n=count, k=place: np.concatenate([np.split(p, n, 1)[k] for p in x], 0)),
-            ("broadcast", (1,), lambda x: x[1]),
         ):
             given, found = collected(kind, axes, *arguments, dtype=dtype)
             np.testing.assert_array_equal(found[rank], expected([given[member] for member in members]))

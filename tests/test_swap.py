@@ -15,8 +15,8 @@ from mindformers_core.capture.algorithm_graph import algorithm_of
 from mindformers_core.hints import bytes_shown
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.program.operator_names import operator_texts
-from mindformers_core.recompute import keeping, offloading, recompute, swap
-from mindformers_core.recompute.offloading import Offloading
+from mindformers_core.recompute import keeping, recompute, swap
+from mindformers_core.recompute.offloading import Offloaded, OnHost
 from mindformers_core.recompute.selection import NamedProgram, check_apart, recomputed_keys, swapped_keys
 from mindformers_core.recompute.settings import RecomputeSettings, SwapSettings
 from mindformers_core.sharding.sharded_cells import tree_of
@@ -107,14 +107,14 @@ def test_what_is_saved_waits_on_the_host(monkeypatch, make, settings, recomputin
     net = swap(recompute(sharded(make), **recomputing), **settings)
     net(*inputs)
     packed, calls, kept = [], [], {}
-    pack, settle = keeping._pack, Offloading.settle
+    pack, handles = keeping._pack, OnHost.handles
     monkeypatch.setattr(keeping, "_pack", lambda tensor: packed.append(pack(tensor)) or packed[-1])
-    monkeypatch.setattr(Offloading, "settle", lambda self, tensors: calls.append(self) or settle(self, tensors))
+    monkeypatch.setattr(OnHost, "handles", lambda self, tensors: calls.append(handles(self, tensors)) or calls[-1])
 
     def forward(*inputs):
         result = scalar_of(net(*inputs))
         gc.collect()
-        copies = [[entry for entry in call._entries.values() if entry.host is not None] for call in calls]
+        copies = [[entry for entry in call if entry.host is not None] for call in calls]
         kept["host"] = sorted(sum(entry.host.nbytes for entry in entries) for entries in copies if entries)
         kept["fetched"] = [entry for entries in copies for entry in entries if entry.device is not None]
         kept["device"] = bytes_of(tensors_in(packed, set()), net, inputs)
@@ -140,15 +140,15 @@ def test_results_come_back_ahead_of_use(monkeypatch, prefetch):
     """So many as were asked for are on the device besides the one that is used, and never more."""
     net = swap(sharded(llama), layer_swap=[{"layers": True, "backward_prefetch": prefetch}])
     entries, most = [], []
-    make_entry, fetch = offloading._Entry.__init__, offloading._Entry.fetch
-    monkeypatch.setattr(offloading._Entry, "__init__", lambda self, t: entries.append(self) or make_entry(self, t))
+    make_entry, fetch = Offloaded.__init__, Offloaded.fetch
+    monkeypatch.setattr(Offloaded, "__init__", lambda self, *given: entries.append(self) or make_entry(self, *given))
 
     def counted(self):
         result = fetch(self)
         most.append(sum(entry.device is not None for entry in entries))
         return result
 
-    monkeypatch.setattr(offloading._Entry, "fetch", counted)
+    monkeypatch.setattr(Offloaded, "fetch", counted)
     gradient_of = ms.value_and_grad(lambda *given: net(*given).to_local(), None, net.trainable_params())
     gradient_of(*INPUTS[llama]())
     assert prefetch < max(most) <= prefetch + 4  # an operator asks for up to two; some are saved several times

@@ -18,8 +18,8 @@ from small_zero import array
 from verify_faults import SUBJECTS
 
 from mindformers_core import recompute, shard, verify
+from mindformers_core.dtensor import operator_source
 from mindformers_core.dtensor.distributed_operators import ShardContext
-from mindformers_core.generation import operator_source
 from mindformers_core.layout import Layout, layout
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.operators import registry
@@ -27,7 +27,7 @@ from mindformers_core.passes.thread_tape import ThreadTape, custom_gradients
 from mindformers_core.trainer.command_line import main
 from mindformers_core.trainer.recipe_loader import load_recipe
 from mindformers_core.trainer.verifying import verify_recipe
-from mindformers_core.verification.comparison import TermSums, close, gradient_layout, gradient_terms, largest
+from mindformers_core.verification.comparison import close, gradient_layout, gradient_terms, largest, summed
 from mindformers_core.verification.observing import RankObserver
 from mindformers_core.verification.report import kind_of_fault
 from mindformers_core.zero import MixedPrecision, hsdp
@@ -77,9 +77,9 @@ def test_layouts_of_gradients():
 
 
 def test_terms_are_summed_when_all_are_there():
-    layout, sums = Layout.on(MESH, [()], {"tp": "sum"}), TermSums()
+    layout, waiting = Layout.on(MESH, [()], {"tp": "sum"}), {}
     terms = [array(4, seed=rank) for rank in MESH.rank_list]
-    found = [sums.add("x", layout, rank, term) for rank, term in enumerate(terms)]
+    found = [summed(waiting, "x", layout, rank, term) for rank, term in enumerate(terms)]
     assert [one is None for one in found] == [True, True, False] * 2
     np.testing.assert_allclose(found[2], sum(terms[:3]), rtol=1e-6)
     np.testing.assert_allclose(found[5], sum(terms[3:]), rtol=1e-6)

@@ -15,7 +15,7 @@ from mindformers_core.optimizers.adamw import AdamW
 from mindformers_core.tensor_parallel import shard
 from mindformers_core.trainer.recipe import Optimizer
 from mindformers_core.zero import LossScale, hsdp, value_and_grad
-from mindformers_core.zero.optimizers import check_optimizers
+from mindformers_core.zero.gradient_reducer import check_optimizers
 from mindformers_core.zero.storage import storage_of
 
 SIZES, AXES = (2, 2), ("dp", "tp")

@@ -5,13 +5,17 @@ from mindformers_core.program.structure import tree_leaves
 from mindformers_core.propagation.operators import passes_gradient
 
 
-def algorithm_parts(plan, algorithm):
-    """Pairs `(node, Steps of a redistribution or None)` that run in place of an operator, and their `CellGraph`.
+def through_algorithm(plan, algorithm, given, constant, part):
+    """What stands for the results of an algorithm, a list.
 
     Args:
         plan: an `OperatorPlan` that has an `algorithm`.
-        algorithm: function from the plan to the `CellGraph` and the steps of each node:
-            `capture.algorithm_graph.algorithm_of`.
+        algorithm: function from the plan to the `CellGraph` and, for each node, the `Step`s of a redistribution or
+            None: `capture.algorithm_graph.algorithm_of`.
+        given: what stands for the tensors that the operator takes, in order.
+        constant: function of a `Constant` that returns what stands for it.
+        part: function of a node, its `Step`s or None, and what stands for its inputs, a list, that returns what stands
+            for its outputs.
 
     Raises:
         ValueError: `algorithm` is None.
@@ -22,21 +26,25 @@ def algorithm_parts(plan, algorithm):
             f"over {', '.join(plan.cut_axes)}: pass algorithm=algorithm_of (mindformers_core.capture.algorithm_graph)"
         )
     graph, steps = algorithm(plan)
-    return list(zip(graph.nodes, steps, strict=True)), graph
+    held = {use.value.id: constant(use) for use in graph.constants}
+    held.update((value.id, each) for value, each in zip(tree_leaves(graph.arguments), given))
+    for node, moved in zip(graph.nodes, steps, strict=True):
+        taken = [held[value.id] for value in tree_leaves((node.args, node.kwargs))]
+        held.update((value.id, each) for value, each in zip(tree_leaves(node.outputs), part(node, moved, taken)))
+    return [held[value.id] for value in tree_leaves(graph.result)]
 
 
 def algorithm_steps(plan, algorithm):
     """Pairs (`Step`, whether a gradient flows back through it inside the algorithm) of its redistributions, in order.
 
-    Takes and raises the same as `algorithm_parts`.
+    Takes and raises the same as `through_algorithm`.
     """
-    parts, graph = algorithm_parts(plan, algorithm)
-    flowing = {value.id for value in tree_leaves(graph.arguments) if is_float(value.dtype)}
     found = []
-    for node, steps in parts:
-        taken = tree_leaves((node.args, node.kwargs))
-        flows = passes_gradient(node.operator) and any(value.id in flowing for value in taken)
-        found += [(step, flows) for step in steps or ()]
-        if flows:
-            flowing |= {value.id for value in tree_leaves(node.outputs) if is_float(value.dtype)}
+
+    def part(node, steps, flowing):
+        flows = passes_gradient(node.operator) and any(flowing)
+        found.extend((step, flows) for step in steps or ())
+        return [flows and is_float(value.dtype) for value in tree_leaves(node.outputs)]
+
+    through_algorithm(plan, algorithm, (is_float(value.dtype) for value, _ in plan.consumed), lambda _: False, part)
     return tuple(found)

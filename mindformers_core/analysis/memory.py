@@ -6,11 +6,12 @@ parameters don't: the caller owns them.
 
 from collections import Counter
 
-from mindformers_core.analysis.saved_tensors import SavedTensorAnalysis
+from mindformers_core.analysis.saved_tensors import traced
+from mindformers_core.grouping import grouped
 from mindformers_core.program.plan import called_cells
 
 
-def activation_peaks(frame, algorithm=None, activations=None):
+def activation_peaks(frame, algorithm, activations):
     """`(training, evaluation)`: peak bytes on one rank in the forward pass.
 
     The live range of a result begins at its producer and ends at the last consumer of it or of a view of it; results of
@@ -19,15 +20,14 @@ def activation_peaks(frame, algorithm=None, activations=None):
 
     Args:
         frame: the `CellPlan`.
-        algorithm: as of `algorithm_parts`.
+        algorithm: as of `through_algorithm`.
         activations: the `ExplainedActivations`: recomputed and swapped tensors are not kept for the backward pass.
-            Default: all saved tensors are kept.
 
     Raises:
         ValueError: an operator runs a distributed algorithm, and `algorithm` is None.
     """
-    analysis = SavedTensorAnalysis(frame, algorithm, activations is not None and activations.arguments_need)
-    trace = analysis.trace(*(() if activations is None else (activations.dropped, activations.on_host)))
+    how = activations.dropped, activations.on_host, algorithm, activations.arguments_need
+    trace = traced(frame, {}, *how)
     kept = {memory for memory in trace.live_set().kept if not memory.on_host}
     returned = [tensor.memory for tensor in trace.results[()]]
     events = [*trace.events(), ((), (), [memory for memory in returned if memory is not None])]
@@ -39,9 +39,7 @@ def _peak(events, kept):
     """The most bytes at once, where memory is freed after the last event that makes or uses it, but what is `kept`."""
     last = {memory: place for place, (made, used) in enumerate(events) for memory in (*made, *used)}
     last |= dict.fromkeys(kept, len(events))
-    freed = {}
-    for memory, place in last.items():
-        freed.setdefault(place, []).append(memory)
+    freed = grouped((place, memory) for memory, place in last.items())
     peak = alive = 0
     for place, (made, _) in enumerate(events):
         alive += sum(memory.nbytes for memory in made)

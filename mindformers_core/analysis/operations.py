@@ -22,7 +22,7 @@ def operations(place, algorithm=None):
 
     Args:
         place: the `Instruction`.
-        algorithm: as of `algorithm_parts`.
+        algorithm: as of `through_algorithm`.
 
     Returns:
         An integer: 2·m·n·k for products, attention (all scores, masked ones included) and convolutions; 1 to 10 for

@@ -6,69 +6,53 @@ the inputs of its recomputation are, back to available tensors (Chen et al., "Tr
 Cost", arXiv 1604.06174, with a choice for each result).
 """
 
-from functools import cache
+from functools import cache, partial
 
-from mindformers_core.analysis.saved_tensors import SavedTensorAnalysis
+from mindformers_core.analysis.saved_tensors import traced
 from mindformers_core.hints import nearest
 from mindformers_core.program.plan import Redistribution, called_cells, operators_in_order
 
 
-def saved_activations(frame, dropped=frozenset(), algorithm=None, arguments_need=True):
-    """Memory that PyNative keeps for the backward pass of a program, in the order of its consumers.
+class Prediction:
+    """Kept and recomputed activations of a program, for several sets of dropped instructions.
 
-    Parameters, constants and arguments of the root are owned by the caller and not listed; copies of views of them are.
-    The list is grouped by the calls of equal layers.
+    An instruction in a set `dropped`, a frozenset of keys, isn't kept but recomputed. One without input tensors (a
+    random number generator) never runs again. Memory that an operator saves besides its inputs and results (the powers
+    in a variance, the copy of an input view) is kept nevertheless.
 
     Args:
         frame: the root's `CellPlan`.
-        dropped: keys of instructions whose results are recomputed instead of kept. An instruction without input tensors
-            (a random number generator) never runs again. Memory that an operator saves besides its inputs and results
-            (the powers in a variance, the copy of an input view) is kept nevertheless.
         algorithm: function from the plan of an operator with a distributed algorithm to the algorithm's graph:
             `mindformers_core.capture.algorithm_graph.algorithm_of`.
         arguments_need: whether gradients flow back to the root's arguments, of any dtype. They do if the differentiated
             function (`mindspore.value_and_grad`) has them as arguments, even for gradients of weights alone; they don't
             if it captures them from its scope.
 
-    Returns:
-        A list of `Memory`, one for each distinct piece.
-
     Raises:
-        ValueError: no instruction has a key in `dropped`; an operator has a distributed algorithm, and `algorithm` is
-            None.
-    """
-    return Prediction(frame, algorithm, arguments_need).saved(frozenset(dropped))
-
-
-def saved_bytes(frame, dropped=frozenset(), algorithm=None, arguments_need=True):
-    """Sum of `saved_activations` in bytes on one rank; the same arguments and errors."""
-    return Prediction(frame, algorithm, arguments_need).saved_bytes(frozenset(dropped))
-
-
-class Prediction:
-    """Kept and recomputed activations of a program, for several sets of dropped instructions.
-
-    Each method returns the result of the function of the same name, with results cached; `dropped` is a frozenset.
-
-    Args:
-        frame, algorithm, arguments_need: as of `saved_activations`.
+        ValueError: the methods, where no instruction has a key in `dropped`; or where an operator has a distributed
+            algorithm, and `algorithm` is None.
     """
 
     def __init__(self, frame, algorithm=None, arguments_need=True):
-        self._frame, self._analysis = frame, SavedTensorAnalysis(frame, algorithm, arguments_need)
-        self._places = {place.key: place for place in operators_in_order(frame)}
-        self._live_set, self._plain_trace = cache(self._live_set_of), cache(self._analysis.trace)
+        self._frame, self._places = frame, {place.key: place for place in operators_in_order(frame)}
+        self.algorithm = algorithm and cache(algorithm)  # a budget follows a program a thousand times
+        self.trace = partial(traced, frame, {}, algorithm=self.algorithm, arguments_need=arguments_need)
+        self._live_set, self._plain_trace = cache(self._live_set_of), cache(self.trace)
 
     def saved(self, dropped=frozenset()):
-        """See `saved_activations`."""
+        """Memory that PyNative keeps for the backward pass, in the order of its consumers: a list of distinct `Memory`.
+
+        Parameters, constants and arguments of the root are owned by the caller and not listed; copies of views of them
+        are. The list is grouped by the calls of equal layers.
+        """
         return list(self._live_set(dropped).kept)
 
     def saved_bytes(self, dropped=frozenset()):
-        """See `saved_bytes`."""
+        """Sum of `saved` in bytes on one rank."""
         return sum(memory.nbytes for memory in self._live_set(dropped).kept)
 
     def recomputed(self, dropped):
-        """The keys in `dropped`, a frozenset, whose instructions run again, as a set.
+        """The keys in `dropped` whose instructions run again, as a set.
 
         An instruction runs again if a gradient, or another instruction that runs again, reads one of its results.
         """
@@ -102,7 +86,7 @@ class Prediction:
             raise ValueError(
                 f"no instruction at {min(unknown)}, which is to be dropped: take keys from operators_in_order(frame)"
             )
-        return self._analysis.trace(dropped).live_set()
+        return self.trace(dropped).live_set()
 
 
 def _runs(entry):

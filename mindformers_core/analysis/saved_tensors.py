@@ -5,17 +5,18 @@ The trace follows tensors through Cells, redistributions and views; `memory` and
 
 from collections import Counter
 from dataclasses import replace
-from functools import cache
 from itertools import count
 from math import prod
 
-from mindformers_core.analysis.algorithms import algorithm_parts
+from mindformers_core.analysis.algorithms import through_algorithm
 from mindformers_core.analysis.forward_trace import ForwardTrace, LocalTensor, Memory, Run, SharedCall, placeholder
 from mindformers_core.analysis.views import gives_its_input, is_cast_to_its_dtype, viewed
 from mindformers_core.dtypes import ITEM_BYTES
+from mindformers_core.grouping import grouped
 from mindformers_core.operators.registry import NO_GRADIENT, facts_of
 from mindformers_core.operators.saved import UNMEASURED
 from mindformers_core.operators.views import contiguous_strides, reshaped
+from mindformers_core.program.environment import follow
 from mindformers_core.program.plan import CallPlan, Redistribution
 from mindformers_core.program.structure import tree_leaves
 from mindformers_core.redistribution.steps import STEP_KINDS
@@ -23,48 +24,32 @@ from mindformers_core.redistribution.steps import STEP_KINDS
 _EXTREMES = frozenset(("max", "min"))
 
 
-class SavedTensorAnalysis:
-    """Traces a program for several sets of dropped instructions.
-
-    Calls of one `CellPlan`, such as those of equal layers, are traced once for each set of dropped instructions and
-    each combination of argument traits.
+def traced(frame, known, dropped=frozenset(), on_host=frozenset(), algorithm=None, arguments_need=True):
+    """The `ForwardTrace` of a program.
 
     Args:
         frame: the root's `CellPlan`.
-        algorithm: as of `algorithm_parts`.
-        arguments_need: whether gradients flow back to the root's arguments: see `saved_activations`.
+        known: a dict for the traces that equal calls share, those of equal layers, also in later calls for this plan.
+        dropped: keys of instructions whose results are recomputed.
+        on_host: keys of instructions whose results are saved as copies on the host.
+        algorithm: as of `through_algorithm`.
+        arguments_need: as of `Prediction`.
+
+    Raises:
+        ValueError: an operator has a distributed algorithm, and `algorithm` is None.
     """
-
-    def __init__(self, frame, algorithm=None, arguments_need=True):
-        self.frame, self.arguments_need, self._known = frame, arguments_need, {}
-        self.algorithm = algorithm and cache(algorithm)  # a budget follows a program a thousand times
-
-    def trace(self, dropped=frozenset(), on_host=frozenset()):
-        """The `ForwardTrace` of the program.
-
-        Args:
-            dropped: keys of instructions whose results are recomputed.
-            on_host: keys of instructions whose results are saved as copies on the host.
-
-        Raises:
-            ValueError: an operator has a distributed algorithm, and `algorithm` is None.
-        """
-        given = {}
-        for value in tree_leaves(self.frame.graph.arguments):
-            layout = self.frame.layouts[value.id]
-            given[value.id, layout] = _outside(value, layout.local_shape(value.shape), self.arguments_need)
-        trace = ForwardTrace(frozenset(dropped))
-        _TraceBuilder(trace, self.algorithm, self._known, frozenset(on_host)).frame(self.frame, given, ())
-        return trace
+    given = {}
+    for value in tree_leaves(frame.graph.arguments):
+        layout = frame.layouts[value.id]
+        given[value.id, layout] = _outside(value, layout.local_shape(value.shape), arguments_need)
+    trace = ForwardTrace(frozenset(dropped))
+    _TraceBuilder(trace, algorithm, known, frozenset(on_host)).frame(frame, given, ())
+    return trace
 
 
 def _below(keys):
-    """Key of a call -> set of the keys inside it, relative to the call."""
-    below = {}
-    for key in keys:
-        for end in range(1, len(key)):
-            below.setdefault(key[:end], set()).add(key[end:])
-    return below
+    """Key of a call -> the keys inside it, relative to the call."""
+    return grouped((key[:end], key[end:]) for key in keys for end in range(1, len(key)))
 
 
 def _outside(value, shape, needs):
@@ -77,7 +62,7 @@ class _TraceBuilder:
 
     Args:
         trace: the `ForwardTrace`.
-        algorithm: see `SavedTensorAnalysis`.
+        algorithm: see `traced`.
         known: id of a shared `CellPlan`, its dropped keys, keys on the host and argument traits -> its `ForwardTrace`,
             and the plan itself, since its id is valid only as long as it lives.
         on_host: keys of instructions whose results are saved on the host.
@@ -95,26 +80,18 @@ class _TraceBuilder:
             value, layout = use.value, frame.layouts[use.value.id]
             needs = getattr(use, "trainable", False) and "float" in value.dtype
             held[value.id, layout] = _outside(value, layout.local_shape(value.shape), needs)
-        held |= given
         often = Counter(id(call.frame) for call in frame.calls)
-        for index, entry in enumerate(frame.instructions):
-            if isinstance(entry, Redistribution):
-                made = [self.steps((*key, index), held[entry.value.id, entry.source], entry.steps)]
-            elif entry.frame is not None:
-                made = self.call(entry, held, (*key, index), often[id(entry.frame)] > 1)
-            else:
-                made = self.entry(entry, held, (*key, index))
-            held |= {(value.id, layout): tensor for (value, layout), tensor in zip(entry.produced, made)}
-        self.trace.results[key] = [held[value.id, layout] for value, layout in frame.returned]
 
-    def call(self, entry, held, key, is_shared):
-        """Results of the call of a Cell, which is traced."""
-        given = {(inner.id, layout): held[outer.id, layout] for inner, outer, layout in entry.passed}
-        if is_shared:
-            self.shared_call(entry.frame, given, key)
-        else:
-            self.frame(entry.frame, given, key)
-        return self.trace.results[key]
+        def instruction(index, entry, taken):
+            at, inner = (*key, index), entry.frame
+            if isinstance(entry, Redistribution):
+                return [self.steps(at, *taken, entry.steps)]
+            if inner is None:
+                return self.entry(entry, taken, at)
+            (self.frame if often[id(inner)] == 1 else self.shared_call)(inner, taken, at)
+            return self.trace.results[at]
+
+        self.trace.results[key] = follow(frame, held | given, instruction)
 
     def shared_call(self, frame, given, key):
         """Trace a `CellPlan` that several calls share, or take its known trace."""
@@ -129,10 +106,9 @@ class _TraceBuilder:
         self.trace.runs.append(shared)
         self.trace.results[key] = self.trace.results_of(key)
 
-    def entry(self, entry, held, key):
+    def entry(self, entry, tensors, key):
         """Results of an operator, or of the call of a Cell with a `bprop`."""
         node = entry.node
-        tensors = [held[value.id, layout] for value, layout in entry.consumed]
         shapes = [layout.local_shape(value.shape) for value, layout in entry.produced]
         if isinstance(entry, CallPlan):
             trained = any(use.trainable for call in node.graph.calls() for use in call.parameters)
@@ -237,16 +213,13 @@ class _TraceBuilder:
 
     def distributed(self, key, plan, tensors):
         """Results of a distributed algorithm, from its operators and redistributions."""
-        parts, graph = algorithm_parts(plan, self.algorithm)
-        held = {value.id: tensor for value, tensor in zip(tree_leaves(graph.arguments), tensors)}
-        for use in graph.constants:
-            held[use.value.id] = _outside(use.value, use.value.shape, False)
-        for node, steps in parts:
-            taken = [held[value.id] for value in tree_leaves((node.args, node.kwargs))]
-            outputs = tree_leaves(node.outputs)
+
+        def part(node, steps, taken):
             if steps is not None:
-                made = [self.steps(key, *taken, steps)]
-            else:
-                made = self.operator(key, node, taken, [value.shape for value in outputs])
-            held.update(zip((value.id for value in outputs), made))
-        return [held[value.id] for value in tree_leaves(graph.result)]
+                return [self.steps(key, *taken, steps)]
+            return self.operator(key, node, taken, [value.shape for value in tree_leaves(node.outputs)])
+
+        def constant(use):
+            return _outside(use.value, use.value.shape, False)
+
+        return through_algorithm(plan, self.algorithm, tensors, constant, part)

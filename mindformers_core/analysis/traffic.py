@@ -28,16 +28,6 @@ class StepEntry:
         return tuple((way, name, count) for way, (name, count) in ways if name in COLLECTIVES)
 
 
-def step_entries(steps, recomputed=False):
-    """`StepEntry`s of pairs (`Step`, whether a gradient flows back through it in training).
-
-    Args:
-        steps: the pairs.
-        recomputed: see `StepEntry`.
-    """
-    return tuple(StepEntry(step, gradient, recomputed) for step, gradient in steps)
-
-
 def total(rows):
     """Traffic of the rows of a Cell, including those of called Cells.
 
@@ -45,19 +35,22 @@ def total(rows):
         A dict `(axes, direction, name)` -> `(number of collectives, bytes)`; `direction` is `"forward"` or
         `"backward"`, `name` a key of `COLLECTIVES`, and `bytes` the sum over them that one rank sends.
     """
+
+    def sent():
+        for row in rows:
+            for entry in row.steps:
+                yield from (((entry.step.axes, way, name), (1, count)) for way, name, count in entry.collectives)
+            yield from row.report.traffic.items() if row.report else ()
+
+    return summed(sent())
+
+
+def summed(entries):
+    """Key -> the sums of all pairs of numbers with this key, of `(key, (number, number))`."""
     sums = {}
-
-    def add(key, number, count):
+    for key, (one, other) in entries:
         known = sums.get(key, (0, 0))
-        sums[key] = known[0] + number, known[1] + count
-
-    for row in rows:
-        for entry in getattr(row, "steps", ()):
-            for way, name, count in entry.collectives:
-                add((entry.step.axes, way, name), 1, count)
-        report = getattr(row, "report", None)
-        for key, (number, count) in (report.traffic if report else {}).items():
-            add(key, number, count)
+        sums[key] = known[0] + one, known[1] + other
     return sums
 
 
@@ -74,8 +67,5 @@ def collectives_of(traffic, axes=None):
 
 def _by_direction(entries):
     """`key -> (sum forward, sum backward)` of triples `(key, direction, number)`, by ascending keys."""
-    sums = {}
-    for key, way, number in entries:
-        forward, backward = sums.get(key, (0, 0))
-        sums[key] = (forward + number, backward) if way == "forward" else (forward, backward + number)
-    return dict(sorted(sums.items()))
+    pairs = ((key, (number, 0) if way == "forward" else (0, number)) for key, way, number in entries)
+    return dict(sorted(summed(pairs).items()))

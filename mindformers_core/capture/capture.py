@@ -14,8 +14,7 @@ from functools import cache, partial
 from types import MappingProxyType
 
 import mindspore as ms
-from mindspore import DeviceCtx, Parameter, Tensor, nn, ops
-from mindspore import dtype as mstype
+from mindspore import DeviceCtx, Parameter, Tensor, dtype as mstype, nn, ops
 from mindspore._c_expression import MixedPrecisionType
 from mindspore.common.device import _DEVICE_STACK
 from mindspore.common.generator import default_generator

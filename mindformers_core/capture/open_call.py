@@ -1,11 +1,9 @@
 """One call of a Cell during a capture: the growing graph, and the Values of its tensors."""
 
 from collections import namedtuple
-from inspect import Parameter as Argument
-from inspect import signature
+from inspect import Parameter as Argument, signature
 
-from mindspore import Parameter, Tensor, ops
-from mindspore import dtype as mstype
+from mindspore import Parameter, Tensor, dtype as mstype, ops
 from mindspore._c_expression import typing
 
 from mindformers_core.capture.traced import Traced

@@ -6,8 +6,7 @@ from functools import cache
 from itertools import repeat
 
 import numpy as np
-from mindspore import DeviceCtx, Parameter, Tensor, mint, ops
-from mindspore import dtype as mstype
+from mindspore import DeviceCtx, Parameter, Tensor, dtype as mstype, mint, ops
 from mindspore._c_expression import NoFallbackGuard
 from mindspore.ops import Primitive
 

@@ -7,8 +7,7 @@ import re
 from functools import cache
 
 import numpy as np
-from mindspore import DeviceCtx, Tensor, get_context
-from mindspore import dtype as mstype
+from mindspore import DeviceCtx, Tensor, dtype as mstype, get_context
 from mindspore.ops import tensor_method
 from mindspore.ops.function import array_func, math_func
 

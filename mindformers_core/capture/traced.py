@@ -12,7 +12,7 @@ from mindspore import Parameter, Tensor
 from mindspore.ops import Primitive
 
 from mindformers_core.dtensor.aliases import note_write, unwritable
-from mindformers_core.dtensor.indexing import IndexedTensor
+from mindformers_core.dtensor.indexing import IndexedTensor, of_whole
 
 _MINDSPORE = str(Path(mindspore.__file__).parent), str(Path(np.__file__).parent)
 _ENGINE = str(Path(__file__).parent.parent)
@@ -23,15 +23,6 @@ class CaptureError(ValueError):
     """A Cell that can't be captured; names its path, its class, and the line of the user's code."""
 
     by_hand = None  # or the Cell in which there is parallel code written by hand
-
-
-def _reading(method, what=None):
-    """A method that reads the values of a constant as a plain tensor's `method`; an error for any other tensor."""
-
-    def read(self, *args):
-        return getattr(self._whole(what or f"{method}()"), method)(*args)
-
-    return read
 
 
 class Traced(IndexedTensor):
@@ -75,18 +66,13 @@ class Traced(IndexedTensor):
         """The plain tensor that holds the values, where they are known; `what` asks for them."""
         return self.recorder.values_of(self, what)
 
-    asnumpy, numpy, tolist, item = map(_reading, ("asnumpy", "numpy", "tolist", "item"))
-    __bool__ = _reading("__bool__", "bool(), which if, while, and, or and not ask for,")
-    __int__ = _reading("__int__", "int()")
-    __float__ = _reading("__float__", "float()")
-    __index__ = _reading("__int__", "use as an index or a count")
-    _contains = _reading("__contains__", "the operator 'in'")
+    asnumpy, numpy, tolist, item = map(of_whole, ("asnumpy()", "numpy()", "tolist()", "item()"))
+    __bool__ = of_whole("bool(), which if, while, and, or and not ask for,", bool)
+    __int__, __float__, __complex__ = (of_whole(f"{kind.__name__}()", kind) for kind in (int, float, complex))
+    __index__ = of_whole("use as an index or a count", int)
 
     def __contains__(self, element):
-        return isinstance(element, (Tensor, Number)) and self._contains(element)
-
-    def __complex__(self):
-        return complex(self._whole("complex()"))
+        return isinstance(element, (Tensor, Number)) and element in self._whole("the operator 'in'")
 
     def __array__(self, dtype=None):
         return self._whole("conversion to NumPy").asnumpy().astype(dtype)

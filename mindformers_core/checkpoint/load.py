@@ -7,19 +7,9 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 
+from mindformers_core.checkpoint import index
 from mindformers_core.checkpoint.checksums import MODULUS, checksum
 from mindformers_core.checkpoint.convert import convert
-from mindformers_core.checkpoint.index import (
-    CHECKSUMS,
-    CONFIG,
-    FORMAT,
-    GROUPS,
-    MODEL_INDEX,
-    STATE,
-    crc_of,
-    open_sealed,
-    read_header,
-)
 from mindformers_core.checkpoint.parts import Ranks, divide, on_all_ranks, parts_of_all, tensors_of
 from mindformers_core.checkpoint.regions import inside, overlap, volume
 from mindformers_core.checkpoint.slices import FileLayer, opened, read_box, read_bytes, read_file
@@ -62,37 +52,41 @@ def open_checkpoint(folder):
         FileNotFoundError: a missing file. ValueError: a damaged one, which the error names, or a newer format.
     """
     files = FileLayer()
-    if not os.path.isfile(os.path.join(folder, CHECKSUMS)):
-        if os.path.isfile(os.path.join(folder, STATE)):
-            raise FileNotFoundError(f"{folder} has {STATE}, but no {CHECKSUMS}: it isn't whole")
+    if not os.path.isfile(os.path.join(folder, index.CHECKSUMS)):
+        if os.path.isfile(os.path.join(folder, index.STATE)):
+            raise FileNotFoundError(f"{folder} has {index.STATE}, but no {index.CHECKSUMS}: it isn't whole")
         tensors = _headers(folder, "model", _hugging_face_files(folder, files), files)
-        return Checkpoint(folder, tensors, {}, read_json(folder, CONFIG, files), None)
-    sealed = open_sealed(os.path.join(folder, CHECKSUMS), read_file(files, os.path.join(folder, CHECKSUMS)))
-    if sealed["format"] > FORMAT:
+        return Checkpoint(folder, tensors, {}, read_json(folder, index.CONFIG, files), None)
+    sealed = index.open_sealed(
+        os.path.join(folder, index.CHECKSUMS), read_file(files, os.path.join(folder, index.CHECKSUMS))
+    )
+    if sealed["format"] > index.FORMAT:
         raise ValueError(
-            f"{folder} has format {sealed['format']}, but this version of mindformers_core reads up to {FORMAT}"
+            f"{folder} has format {sealed['format']}, but this version of mindformers_core reads up to {index.FORMAT}"
         )
     listed, tensors, pieces = sealed["files"], {}, {}
     for path, entry in listed.items():
         if "pieces" not in entry:
             _check(folder, path, read_file(files, os.path.join(folder, path)), entry["crc32"])
-    for group, start in GROUPS.items():
+    for group, start in index.GROUPS.items():
         paths = [path for path, entry in listed.items() if "pieces" in entry and path.startswith(f"{start}-")]
         tensors |= _headers(folder, group, paths, files, listed)
         for name, of_tensor in ((name, found) for path in paths for name, found in listed[path]["pieces"].items()):
             pieces[group, name] = [(tuple(map(tuple, box)), int(found, 16)) for box, found in of_tensor]
-    return Checkpoint(folder, tensors, pieces, read_json(folder, CONFIG, files), read_json(folder, STATE, files))
+    return Checkpoint(
+        folder, tensors, pieces, read_json(folder, index.CONFIG, files), read_json(folder, index.STATE, files)
+    )
 
 
 def _hugging_face_files(folder, files):
     """Paths of the files with the tensors of a folder of Hugging Face's."""
-    index = read_json(folder, MODEL_INDEX, files)
-    if index is None:
+    listed = read_json(folder, index.MODEL_INDEX, files)
+    if listed is None:
         return ["model.safetensors"]
     try:
-        return sorted(set(index["weight_map"].values()))
+        return sorted(set(listed["weight_map"].values()))
     except (KeyError, TypeError, AttributeError):
-        raise ValueError(f"{os.path.join(folder, MODEL_INDEX)} has no weight_map, name -> file") from None
+        raise ValueError(f"{os.path.join(folder, index.MODEL_INDEX)} has no weight_map, name -> file") from None
 
 
 def _headers(folder, group, paths, files, listed=None):
@@ -101,7 +95,7 @@ def _headers(folder, group, paths, files, listed=None):
         whole = os.path.join(folder, path)
         with opened(files, whole) as descriptor:
             read = partial(read_bytes, files, descriptor, whole)
-            tensors, head = read_header(whole, read, files.size(descriptor))
+            tensors, head = index.read_header(whole, read, files.size(descriptor))
         if listed is not None:
             _check(folder, path, head, listed[path]["crc32"])
         found |= {(group, name): placed for name, placed in tensors.items()}
@@ -109,8 +103,8 @@ def _headers(folder, group, paths, files, listed=None):
 
 
 def _check(folder, path, contents, expected):
-    if crc_of(contents) != expected:
-        raise ValueError(f"{os.path.join(folder, path)} is damaged: it isn't what {CHECKSUMS} lists")
+    if index.crc_of(contents) != expected:
+        raise ValueError(f"{os.path.join(folder, path)} is damaged: it isn't what {index.CHECKSUMS} lists")
 
 
 def read_json(folder, path, files):

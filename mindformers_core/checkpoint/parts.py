@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from mindformers_core.checkpoint.regions import balanced, cells, split, volume
 from mindformers_core.dtypes import ITEM_BYTES
+from mindformers_core.grouping import grouped
 from mindformers_core.scopes import errors_at
 
 PIECE_BYTES = 2**24  # that a rank writes, with a checksum, at most
@@ -115,11 +116,7 @@ def tensors_of(everywhere):
 
 def boxes_of(everywhere):
     """The ranks that hold a part of each tensor: a dict, key -> list of (rank, box); argument as of `tensors_of`."""
-    held = {}
-    for rank, parts in everywhere.items():
-        for part in parts:
-            held.setdefault(part.key, []).append((rank, part.box))
-    return held
+    return grouped((part.key, (rank, part.box)) for rank, parts in everywhere.items() for part in parts)
 
 
 def divide(everywhere, most=PIECE_BYTES):

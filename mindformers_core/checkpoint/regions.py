@@ -7,6 +7,8 @@ from bisect import bisect_left, bisect_right
 from itertools import product
 from math import prod
 
+from mindformers_core.grouping import grouped
+
 
 def whole(shape):
     """The box of a whole tensor."""
@@ -51,9 +53,7 @@ def cells(boxes, shape):
     Raises:
         ValueError: elements that no rank holds.
     """
-    held, found = {}, {}
-    for rank, box in boxes:
-        held.setdefault(box, []).append(rank)
+    held, found = grouped((box, rank) for rank, box in boxes), {}
     edges = [sorted({edge for box in held for edge in box[dim]}) for dim in range(len(shape))]
     for box, ranks in held.items():
         spans = []

@@ -10,19 +10,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 
+from mindformers_core.checkpoint import index
 from mindformers_core.checkpoint.checksums import checksum
 from mindformers_core.checkpoint.folders import INCOMPLETE, REPLACED, tidy
-from mindformers_core.checkpoint.index import (
-    CHECKSUMS,
-    DATA_BYTES,
-    FORMAT,
-    GROUPS,
-    MODEL_INDEX,
-    crc_of,
-    encode_sealed,
-    place_tensors,
-    weight_map,
-)
 from mindformers_core.checkpoint.parts import PIECE_BYTES, Ranks, divide, on_all_ranks, parts_of_all, tensors_of
 from mindformers_core.checkpoint.regions import inside, volume
 from mindformers_core.checkpoint.slices import FileLayer, opened, write_all, write_box, write_file
@@ -73,7 +63,7 @@ class SavePlan:
         return [piece for piece in self.pieces if piece.rank == rank]
 
 
-def plan_save(everywhere, most=DATA_BYTES, piece_bytes=PIECE_BYTES):
+def plan_save(everywhere, most=index.DATA_BYTES, piece_bytes=PIECE_BYTES):
     """The `SavePlan` for the `Part`s of all ranks.
 
     Args:
@@ -85,9 +75,9 @@ def plan_save(everywhere, most=DATA_BYTES, piece_bytes=PIECE_BYTES):
         ValueError: ranks disagree about a tensor, or no rank holds a part of it; its dtype can't be saved.
     """
     tensors, divided, files, placed = tensors_of(everywhere), divide(everywhere, piece_bytes), {}, {}
-    for group, start in GROUPS.items():
+    for group, start in index.GROUPS.items():
         own = {name: described for (kind, name), described in tensors.items() if kind == group}
-        files[group] = place_tensors(own, start, most) if own else []
+        files[group] = index.place_tensors(own, start, most) if own else []
         placed |= {(group, name): place for file in files[group] for name, place in file.tensors.items()}
     order = sorted(divided, key=lambda key: (placed[key].file, placed[key].offset))
     return SavePlan(files, tuple(Piece(key, placed[key], *piece) for key in order for piece in divided[key]))
@@ -185,13 +175,15 @@ def commit(folder, plan, sums, documents, files):
         sums: a dict, rank -> what `write_pieces` returned.
     """
     unfinished, left = folder + INCOMPLETE, {rank: iter(found) for rank, found in sums.items()}
-    documents = dict(documents) | {MODEL_INDEX: weight_map(plan.files["model"])}
-    described = {file.path: {"bytes": file.nbytes, "crc32": crc_of(file.header), "pieces": {}} for file in _files(plan)}
+    documents = dict(documents) | {index.MODEL_INDEX: index.weight_map(plan.files["model"])}
+    described = {
+        file.path: {"bytes": file.nbytes, "crc32": index.crc_of(file.header), "pieces": {}} for file in _files(plan)
+    }
     for piece in plan.pieces:
         of_tensor = described[piece.placed.file]["pieces"].setdefault(piece.key[1], [])
         of_tensor.append([piece.box, f"{next(left[piece.rank]):016x}"])
-    whole = {path: {"bytes": len(data), "crc32": crc_of(data)} for path, data in documents.items()}
-    documents[CHECKSUMS] = encode_sealed({"format": FORMAT, "files": described | whole})
+    whole = {path: {"bytes": len(data), "crc32": index.crc_of(data)} for path, data in documents.items()}
+    documents[index.CHECKSUMS] = index.encode_sealed({"format": index.FORMAT, "files": described | whole})
     for path, data in documents.items():
         write_file(files, os.path.join(unfinished, path), data)
     for path in (*_folders(unfinished, plan), unfinished):

@@ -9,8 +9,7 @@ pinned ranks (two cores of an AMD EPYC), in ms: all-reduce 42 by MindSpore, 2.7 
 by messages, 1.5; all-gather 21, 1.5.
 """
 
-from mindspore import Tensor, nn, ops
-from mindspore import dtype as mstype
+from mindspore import Tensor, dtype as mstype, nn, ops
 from mindspore.ops.auto_generate.gen_ops_prim import dist_comm_irecv_op, dist_comm_isend_op
 
 from mindformers_core.communication import raw
@@ -71,22 +70,12 @@ class CpuCollective(raw.RawCollective):
         return ops.cat(self._exchange([chunk(x, place, self.size, to_dim) for place in range(self.size)]), dim)
 
     def permute(self, x, destination, origin):
-        return self.broadcast(x, origin)
+        return ops.reshape(chunk(self.all_gather(ops.unsqueeze(x, 0), 0), origin, self.size, 0), x.shape)
 
     def eager_permute(self, x, destination, origin):
         if destination != self.index:
             _send(x, destination, self.group)
         return x if origin == self.index else _receive(x, origin, self.group)
-
-    def broadcast(self, x, root):
-        return ops.reshape(chunk(self.all_gather(ops.unsqueeze(x, 0), 0), root, self.size, 0), x.shape)
-
-    def eager_broadcast(self, x, root):
-        if self.index != root:
-            return _receive(x, root, self.group)
-        for step in range(1, self.size):
-            _send(x, (self.index + step) % self.size, self.group)
-        return x
 
     def _exchange(self, parts):
         """Send `parts[i]` to rank i of the group, the nearest ranks first; returns this rank's parts, in order."""

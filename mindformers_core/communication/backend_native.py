@@ -25,8 +25,6 @@ class NativeCollective(raw.RawCollective):
         if kind in ("all_reduce", "reduce_scatter"):
             make = ops.AllReduce if kind == "all_reduce" else ops.ReduceScatter
             self.operator = make(arguments[-1], group.name)
-        elif kind == "broadcast":
-            self.operator = ops.Broadcast(group.ranks[arguments[0]], group.name)
         elif kind == "all_to_all" and self.on_ascend:
             dim, to_dim = arguments
             self.operator = ops.AlltoAll(group.size, to_dim, dim, group.name)
@@ -52,9 +50,6 @@ class NativeCollective(raw.RawCollective):
 
     def permute(self, x, destination, origin):
         return ops.reshape(self.operator(ops.reshape(x, (1, -1)))[self.places[origin]], x.shape)
-
-    def broadcast(self, x, root):
-        return self.operator((x,))[0]
 
 
 def _reordered(x, order, dim):

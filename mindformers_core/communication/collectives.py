@@ -8,6 +8,7 @@ a graph it raises MindSpore's error, with the operator and the line of code of i
 """
 
 from collections import deque
+from functools import partial
 
 from mindspore import nn, ops
 
@@ -19,11 +20,10 @@ from mindformers_core.communication.raw import RawCollective
 from mindformers_core.communication.simulated import SimulatedCollective
 from mindformers_core.communication.world import world
 from mindformers_core.hints import nearest
-from mindformers_core.layout import PARTIAL_OPS
-from mindformers_core.redistribution.steps import EXTREMES
+from mindformers_core.redistribution.steps import EXTREMES, STEP_KINDS
 
 __all__ = [
-    "AllGather", "AllGatherVarying", "AllReduce", "AllReduceVarying", "AllToAll", "Broadcast", "Collective",
+    "AllGather", "AllGatherVarying", "AllReduce", "AllReduceVarying", "AllToAll", "Collective",
     "MarkVarying", "PadToPartial", "Permute", "ReduceScatter", "SliceToShard", "SliceVarying", "ToPartial",
     "ToPartialVarying", "UnmarkVarying", "View",
 ]  # fmt: skip
@@ -60,156 +60,108 @@ class Collective(nn.Cell):
         return (self.backward(dout),)
 
 
-class _Reduction(Collective):
-    """A reduction with `op`. The gradient of an extreme goes to the elements that hold it, in equal shares.
+class _Extreme(Collective):
+    """A maximum or minimum: the gradient goes to the elements that hold it, in equal shares.
 
     Args:
-        mesh, axes, op: as in the collectives that are reductions.
-        kind: `all_reduce` or `reduce_scatter`.
-        dim: of a reduce_scatter.
+        forward: the reduction.
+        gather: a Cell from the shape of the output to that of the input.
+        count: the same reduction, by sums.
     """
 
-    def __init__(self, mesh, axes, op, kind, *dim):
-        _check_op(op, PARTIAL_OPS)
-        group = make_group(mesh, axes)
-        reduce = _raw(kind, group, *dim, "sum" if op == "avg" else op)
-        gather = _raw("all_gather", group, *dim) if dim else Identity()  # from the output to the input's shape
-        super().__init__(_averaged(reduce, group, op), _averaged(gather, group, op))
-        self.gather = gather
-        self.is_extreme = op in EXTREMES and group.size > 1
-        self.used_bprop_inputs = _EVERYTHING if self.is_extreme else _ONLY_THE_GRADIENT
-        self.count = _raw(kind, group, *dim, "sum")
+    def __init__(self, forward, gather, count):
+        super().__init__(forward, gather)
+        self.count = count
+        self.used_bprop_inputs = _EVERYTHING
 
     def bprop(self, x, out, dout):
-        if self.is_extreme:
-            holds = ops.cast(ops.equal(x, self.gather(out)), dout.dtype)
-            return (holds * self.gather(dout / self.count(holds)),)
-        return (self.backward(dout),)
+        holds = ops.cast(ops.equal(x, self.backward(out)), dout.dtype)
+        return (holds * self.backward(dout / self.count(holds)),)
 
 
-def AllReduce(mesh, axes, op="sum"):
-    """Partial → Replicate: all_reduce / identity. `op`: `sum`, `avg` (÷ n both ways), `max`, `min`."""
-    return _Reduction(mesh, axes, op, "all_reduce")
+_LOCAL = {  # operation of a step that is no collective -> its Cell forward, and for a gradient
+    "identity": (lambda *_: Alias(), lambda *_: Identity()),
+    "scale": (None, lambda *_: Identity()),
+    "mask": (lambda group: Keep(group, 0),) * 2,
+    "slice": (Slice, SliceOfGradient),
+    "pad": (Pad, Pad),
+    "view": (lambda _, shape, to_shape: Reshape(to_shape), lambda _, shape, to_shape: Reshape(shape)),
+}
 
 
-def AllReduceVarying(mesh, axes, op="sum"):
-    """Partial → Varying: all_reduce / all_reduce. `op`: `sum` or `avg` (÷ n both ways)."""
-    _check_op(op, ("sum", "avg"))
-    group = make_group(mesh, axes)
-    # one each: see `local.part_length`
-    return Collective(*(_averaged(_raw("all_reduce", group, "sum"), group, op) for _ in range(2)))
+def make_collective(kind, mesh, axes, *given, **named):
+    """The `Collective` that carries out a kind of step: what `STEP_KINDS` says of it, forward and backward.
 
+    An average is divided by the number of ranks both ways; the gradient of a copy that becomes partial, multiplied.
 
-def AllGather(mesh, axes, dim):
-    """Shard(dim) → Replicate: all_gather / slice."""
-    group = make_group(mesh, axes)
-    return Collective(_raw("all_gather", group, dim), SliceOfGradient(group, dim))
+    Args:
+        kind: a key of `STEP_KINDS`.
+        mesh, axes: the mesh, and the axes of the joint group, major to minor.
+        given, named: values of the kind's attributes, in their order and by name. Default of `op`: `"sum"`.
 
-
-def AllGatherVarying(mesh, axes, dim):
-    """Shard(dim) → Varying: all_gather / reduce_scatter."""
-    group = make_group(mesh, axes)
-    return Collective(_raw("all_gather", group, dim), _raw("reduce_scatter", group, dim, "sum"))
-
-
-def ReduceScatter(mesh, axes, dim, op="sum"):
-    """Partial → Shard(dim): reduce_scatter / all_gather. `op` as in `AllReduce`."""
-    return _Reduction(mesh, axes, op, "reduce_scatter", dim)
-
-
-def AllToAll(mesh, axes, dim, to_dim):
-    """Shard(dim) → Shard(to_dim): all_to_all both ways."""
-    group = make_group(mesh, axes)
-    return Collective(_raw("all_to_all", group, dim, to_dim), _raw("all_to_all", group, to_dim, dim))
-
-
-def Permute(mesh, axes, source, target):
-    """Layout `source` → layout `target`, which shard the tensor into equal parts but assign the parts to other ranks.
-
-    Every rank sends its local tensor to one rank and receives one; gradients are sent the opposite way.
+    Raises:
+        TypeError: an attribute that is missing, or that the kind doesn't have.
+        ValueError: an unknown axis or reduction, or layouts between which nothing can be permuted.
     """
-    group = make_group(mesh, axes)
-    destination, origin = _route(mesh, group, source, target), _route(mesh, group, target, source)
-    return Collective(_raw("permute", group, destination, origin), _raw("permute", group, origin, destination))
+    row, group = STEP_KINDS[kind], make_group(mesh, axes)
+    usual = {"op": "sum"} if "op" in row.attributes else {}
+    values = usual | dict(zip((*row.attributes, *given), given)) | named  # one too many is a name that no kind has
+    if values.keys() != set(row.attributes):
+        takes, got = (", ".join(map(str, each)) for each in (row.attributes, values))
+        raise TypeError(f"collective '{kind}' over {axes} takes {takes or 'nothing else'}, not {got or 'nothing'}")
+    op, dims = values.get("op", "sum"), tuple(values[name] for name in row.attributes if name != "op")
+    if op not in row.ops:
+        raise ValueError(f"unknown reduction {op!r}: choose one of {', '.join(row.ops)}{nearest(op, row.ops)}")
+    if kind == "permute":
+        dims = _route(mesh, group, *dims), _route(mesh, group, *dims[::-1])
+    is_extreme = op in EXTREMES and row.source == "partial" and group.size > 1
+    forward, backward = (row.forward, row.backward) if is_extreme else row.runs(op)
+    cell = _operation(forward, group, 0, dims, op if op in EXTREMES else "sum")
+    gradient = _operation(backward, group, 1, dims, "sum")
+    if is_extreme:
+        return _Extreme(cell, gradient, _operation(forward, group, 0, dims, "sum"))
+    share = float(group.size) if row.target == "partial" else 1.0 / group.size
+    if op == "avg" and row.source == "partial":
+        cell = _scaled(cell, group, share)
+    if op == "avg" or backward == "scale":
+        gradient = _scaled(gradient, group, share)
+    return Collective(cell, gradient)
 
 
-def Broadcast(mesh, axes, root=0):
-    """Every rank gets the tensor of place `root` of the group; the gradient is zero except on the root's rank."""
-    group = make_group(mesh, axes)
-    if root not in range(mesh.axis_size(*group.axes)):
-        raise ValueError(f"Broadcast root {root}: the group over {group} has places 0 to {group.size - 1}")
-    return Collective(_raw("broadcast", group, root), Keep(group, root))
+def _operation(name, group, way, dims, op):
+    """The Cell of one operation of a step: forward (way 0), or for the gradient (1), which goes back.
 
-
-def SliceToShard(mesh, axes, dim):
-    """Replicate → Shard(dim): slice / all_gather."""
-    group = make_group(mesh, axes)
-    return Collective(Slice(group, dim), _raw("all_gather", group, dim))
-
-
-def SliceVarying(mesh, axes, dim):
-    """Varying → Shard(dim): slice / pad. Sends nothing."""
-    group = make_group(mesh, axes)
-    return Collective(Slice(group, dim), Pad(group, dim))
-
-
-def MarkVarying(mesh, axes):
-    """Replicate → Varying: identity / all_reduce."""
-    return Collective(Alias(), _raw("all_reduce", make_group(mesh, axes), "sum"))
-
-
-def UnmarkVarying(mesh, axes):
-    """Varying → Replicate: identity / ÷ n. Sends nothing."""
-    return Collective(Alias(), _averaged(Identity(), make_group(mesh, axes), "avg"))
-
-
-def ToPartial(mesh, axes, op="sum"):
-    """Replicate → Partial: zero except on the group's first rank / identity for `sum`.
-
-    For the other ops all ranks keep the tensor, and gradients are shares of the whole gradient: × n for `avg`, whose
-    shares are equal; summed by an all_reduce for `max` and `min`.
+    A collective over one rank is an identity.
     """
-    _check_op(op, PARTIAL_OPS)
-    group = make_group(mesh, axes)
-    if op == "sum":
-        return Collective(Keep(group, 0), Identity())
-    if op == "avg":
-        return Collective(Alias(), Scale(Identity(), float(group.size)) if group.size > 1 else Identity())
-    return Collective(Alias(), _raw("all_reduce", group, "sum"))
-
-
-def ToPartialVarying(mesh, axes):
-    """Varying → Partial("sum"): zero except on the group's first rank, both ways. Sends nothing."""
-    group = make_group(mesh, axes)
-    return Collective(Keep(group, 0), Keep(group, 0))
-
-
-def PadToPartial(mesh, axes, dim):
-    """Shard(dim) → Partial("sum"): the part put into zeros / slice. Sends nothing."""
-    group = make_group(mesh, axes)
-    return Collective(Pad(group, dim), SliceOfGradient(group, dim))
-
-
-def View(mesh, axes, shape, to_shape):
-    """The same elements of a rank in other dims: a reshape both ways. Sends nothing."""
-    return Collective(Reshape(to_shape), Reshape(shape))
-
-
-def _raw(kind, group, *arguments):
-    """The collective of a kind over `group` by the world's backend; an identity over one rank."""
+    if name in _LOCAL:
+        return _LOCAL[name][way](group, *dims)
     if group.size == 1:
         return Identity()
-    return _BACKENDS[world().backend](group, kind, *arguments)
+    dims = dims[::-1] if way else dims
+    return _BACKENDS[world().backend](group, name, *dims, *[op] * ("reduce" in name))
 
 
-def _averaged(cell, group, op):
-    """`cell`, and for `avg` the division by the number of ranks after it."""
-    return Scale(cell, 1.0 / group.size) if op == "avg" and group.size > 1 else cell
+# Public names of the kinds: functions of mesh, axes, and attributes of the kind.
+AllReduce = partial(make_collective, "all_reduce")  # Partial -> Replicate; `op`: `sum`, `avg`, `max`, `min`
+AllReduceVarying = partial(make_collective, "all_reduce_varying")  # Partial -> Varying; `op`: `sum` or `avg`
+AllGather = partial(make_collective, "all_gather")  # Shard(dim) -> Replicate
+AllGatherVarying = partial(make_collective, "all_gather_varying")  # Shard(dim) -> Varying
+ReduceScatter = partial(make_collective, "reduce_scatter")  # Partial -> Shard(dim); `op` as of `AllReduce`
+AllToAll = partial(make_collective, "all_to_all")  # Shard(dim) -> Shard(to_dim)
+Permute = partial(make_collective, "permute")  # equal parts to other ranks, from layout `source` to layout `target`
+SliceToShard = partial(make_collective, "slice")  # Replicate -> Shard(dim)
+SliceVarying = partial(make_collective, "slice_varying")  # Varying -> Shard(dim)
+MarkVarying = partial(make_collective, "mark_varying")  # Replicate -> Varying
+UnmarkVarying = partial(make_collective, "unmark_varying")  # Varying -> Replicate
+ToPartial = partial(make_collective, "to_partial")  # Replicate -> Partial(op)
+ToPartialVarying = partial(make_collective, "to_partial_varying")  # Varying -> Partial("sum")
+PadToPartial = partial(make_collective, "pad")  # Shard(dim) -> Partial("sum")
+View = partial(make_collective, "view")  # the same elements of a rank in other dims, `shape` to `to_shape`
 
 
-def _check_op(op, allowed):
-    if op not in allowed:
-        raise ValueError(f"unknown reduction {op!r}: choose one of {', '.join(allowed)}{nearest(op, allowed)}")
+def _scaled(cell, group, factor):
+    """`cell`, and the multiplication by a factor after it, where there are several ranks."""
+    return Scale(cell, factor) if group.size > 1 else cell
 
 
 def _route(mesh, group, source, target):

@@ -1,31 +1,13 @@
 """The collectives of one mesh: from a step of a redistribution plan to the Cell that carries it out, each made once."""
 
-from mindspore import dtype as mstype
-from mindspore import nn, ops
+from mindspore import dtype as mstype, nn, ops
 
-from mindformers_core.communication import collectives
+from mindformers_core.communication.collectives import make_collective
 from mindformers_core.communication.world import process_state
 from mindformers_core.hints import nearest
 from mindformers_core.layout import Layout
 from mindformers_core.mesh import DeviceMesh
-
-_CELLS = {  # step kind -> (Cell, its arguments after mesh and axes: attributes of the step)
-    "slice": (collectives.SliceToShard, ("dim",)),
-    "slice_varying": (collectives.SliceVarying, ("dim",)),
-    "all_gather": (collectives.AllGather, ("dim",)),
-    "all_gather_varying": (collectives.AllGatherVarying, ("dim",)),
-    "all_to_all": (collectives.AllToAll, ("dim", "to_dim")),
-    "permute": (collectives.Permute, ("source", "target")),
-    "all_reduce": (collectives.AllReduce, ("op",)),
-    "all_reduce_varying": (collectives.AllReduceVarying, ("op",)),
-    "reduce_scatter": (collectives.ReduceScatter, ("dim", "op")),
-    "mark_varying": (collectives.MarkVarying, ()),
-    "unmark_varying": (collectives.UnmarkVarying, ()),
-    "to_partial": (collectives.ToPartial, ("op",)),
-    "to_partial_varying": (collectives.ToPartialVarying, ()),
-    "pad": (collectives.PadToPartial, ("dim",)),
-    "view": (collectives.View, ("shape", "to_shape")),
-}
+from mindformers_core.redistribution.steps import STEP_KINDS
 
 
 class _Shared(nn.Cell):
@@ -97,26 +79,22 @@ class Communicator:
             kind: a key of `STEP_KINDS`.
             axes: mesh axes of the joint group, major to minor.
             number: distinguishes Cells whose other arguments are equal.
-            attributes: those of the kind: `dim`, `to_dim`, `op`, and (permute) the layouts `source` and `target`.
+            attributes: those of the kind: `dim`, `to_dim`, `op` (default: `"sum"`), and (permute) the layouts `source`
+                and `target`.
 
         Raises:
             TypeError: an attribute that is missing, or that the kind doesn't have.
             ValueError: an unknown kind or axis, layouts on another mesh, or a mesh that this process can't
                 communicate on.
         """
-        if kind not in _CELLS:
-            raise ValueError(f"unknown collective {kind!r}: choose one of {', '.join(_CELLS)}{nearest(kind, _CELLS)}")
-        cell_class, names = _CELLS[kind]
-        if attributes.keys() != set(names):
-            raise TypeError(
-                f"collective '{kind}' over {axes} takes {', '.join(names) or 'nothing else'}, "
-                f"not {', '.join(attributes) or 'nothing'}"
-            )
+        if kind not in STEP_KINDS:
+            known = ", ".join(STEP_KINDS)
+            raise ValueError(f"unknown collective {kind!r}: choose one of {known}{nearest(kind, STEP_KINDS)}")
         axes = (axes,) if isinstance(axes, str) else tuple(axes)
-        arguments = tuple(self._own(attributes[name], f"{kind} {name}") for name in names)
-        key = (kind, axes, number, *arguments)
+        attributes = {name: self._own(value, f"{kind} {name}") for name, value in attributes.items()}
+        key = kind, axes, number, frozenset(attributes.items())
         if key not in self._cells:
-            self._cells[key] = _Shared(cell_class(self.mesh, axes, *arguments))
+            self._cells[key] = _Shared(make_collective(kind, self.mesh, axes, **attributes))
         return self._cells[key]
 
     def _own(self, value, what):
@@ -130,7 +108,7 @@ class Communicator:
 
 def collective_attributes(step):
     """The arguments of `Communicator.make` for a `Step`, besides its kind and axes."""
-    return {name: getattr(step, name) for name in _CELLS[step.kind][1]}
+    return {name: getattr(step, name) for name in STEP_KINDS[step.kind].attributes}
 
 
 def communicator(mesh):

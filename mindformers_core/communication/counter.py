@@ -10,7 +10,7 @@ class CollectiveCounts(dict):
 
     Bytes are those that one rank sends by the ring algorithms, whatever the backend's algorithm: of a whole tensor of
     S bytes (the larger of a rank's input and output) and n ranks, `2 (n - 1) / n * S` for all_reduce,
-    `(n - 1) / n * S` for all_gather, reduce_scatter, all_to_all and broadcast, and S for permute. A message from one
+    `(n - 1) / n * S` for all_gather, reduce_scatter and all_to_all, and S for permute. A message from one
     rank to another (`Channel.send`) counts as "send", with S bytes of all its tensors.
     """
 

@@ -1,7 +1,6 @@
 """The local parts of collectives, without gradient and without communication: cuts, paddings, scales, identities."""
 
-from mindspore import Tensor, nn, ops
-from mindspore import dtype as mstype
+from mindspore import Tensor, dtype as mstype, nn, ops
 from mindspore.ops import constexpr
 
 # unlike `ops.zeros_like` and `ops.pad` without branches, which a graph's backward can't always compile

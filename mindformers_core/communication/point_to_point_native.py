@@ -8,8 +8,7 @@ device waits for a send, so that the sent tensor can be overwritten.
 import json
 
 import numpy as np
-from mindspore import Tensor, ops
-from mindspore import dtype as mstype
+from mindspore import Tensor, dtype as mstype, ops
 from mindspore.ops.auto_generate.gen_ops_prim import dist_comm_irecv_op, dist_comm_isend_op
 
 from mindformers_core.communication.tensor_bytes import DTYPES, HEAD_LENGTH, NOT_OF_NUMPY, encode_head

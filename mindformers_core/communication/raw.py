@@ -26,7 +26,7 @@ class RawCollective(nn.Cell):
 
     Args:
         group: the `Group`.
-        kind: `all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all`, `permute` or `broadcast`.
+        kind: `all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all` or `permute`.
         arguments: those of the kind's method after the tensor.
     """
 
@@ -41,9 +41,7 @@ class RawCollective(nn.Cell):
     def __call__(self, x):
         if process_state().counters:
             whole = prod(x.shape) * x.itemsize * (self.size if self.kind == "all_gather" else 1)
-            # a broadcast's pipeline along the ring: all ranks but one send the whole tensor, as in an all-gather
-            cost = "all_gather" if self.kind == "broadcast" else self.kind
-            record(self.kind, self.group.axes, wire_bytes(cost, self.size, whole))
+            record(self.kind, self.group.axes, wire_bytes(self.kind, self.size, whole))
         return self.uncounted(x)
 
     def uncounted(self, x):
@@ -92,8 +90,4 @@ class RawCollective(nn.Cell):
 
     def permute(self, x, destination, origin):
         """The tensor of place `origin` of the group; this rank's tensor goes to place `destination`."""
-        return x
-
-    def broadcast(self, x, root):
-        """The tensor of place `root` of the group."""
         return x

@@ -9,8 +9,7 @@ from functools import cache
 from types import MappingProxyType
 
 import numpy as np
-from mindspore import Tensor
-from mindspore import dtype as mstype
+from mindspore import Tensor, dtype as mstype
 
 HEAD_LENGTH = 4  # bytes before an encoded head that hold its length, little-endian
 NOT_OF_NUMPY = (mstype.float8_e4m3fn, mstype.float8_e5m2, mstype.hifloat8, mstype.qint4x2)  # a byte each

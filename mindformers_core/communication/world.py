@@ -12,8 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import mindspore as ms
-from mindspore import communication as ms_communication
-from mindspore import ops
+from mindspore import communication as ms_communication, ops
 
 from mindformers_core.hangs.report import LEFT_BEHIND
 from mindformers_core.hangs.watcher import Watch

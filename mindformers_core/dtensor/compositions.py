@@ -8,8 +8,7 @@ import math
 from functools import partial
 
 import numpy as np
-from mindspore import Tensor, mint, ops
-from mindspore import dtype as mstype
+from mindspore import Tensor, dtype as mstype, mint, ops
 from mindspore._c_expression import typing
 from mindspore.nn.layer.rnns import _DynamicRNNBase
 

@@ -3,8 +3,7 @@
 import math
 
 import numpy as np
-from mindspore import Tensor, mint, ops
-from mindspore import dtype as mstype
+from mindspore import Tensor, dtype as mstype, mint, ops
 
 from mindformers_core.operators.rules.dims import per_dim
 

@@ -1,7 +1,6 @@
 """Operators that MindSpore gets wrong on CPU (docs/mindspore.md), for both engines: the same results from others."""
 
-from mindspore import Tensor, get_context, ops
-from mindspore import dtype as mstype
+from mindspore import Tensor, dtype as mstype, get_context, ops
 from mindspore.ops.auto_generate import (
     binary_cross_entropy_with_logits_impl,
     constant_pad_nd_op,

@@ -6,11 +6,9 @@ no layout arithmetic.
 """
 
 import inspect
-import math
 from functools import cache
-from importlib import import_module
 
-from mindspore import Parameter, Tensor, ops
+from mindspore import Parameter, Tensor
 
 from mindformers_core.communication.world import process_state
 from mindformers_core.dtensor.aliases import check_current, is_view, share_memory, stale_plain
@@ -20,11 +18,13 @@ from mindformers_core.dtensor.dropout import WITHOUT_SEEDS
 from mindformers_core.dtensor.dtensor import DTensor, adopted, parameter_view, wrap
 from mindformers_core.dtensor.in_place import is_in_place
 from mindformers_core.dtensor.move import device_model, dtype_name, redistribute_local
+from mindformers_core.dtensor.operator_source import operator_function
 from mindformers_core.layout import Layout
 from mindformers_core.operators import TensorMeta, resolve, signature_of, tensor_meta
 from mindformers_core.operators.registry import facts_of, rule_attributes
+from mindformers_core.operators.rewrites import REPAIRS
 from mindformers_core.program.graph import OperatorNode
-from mindformers_core.program.structure import Value, tree_fill, tree_leaves, tree_map
+from mindformers_core.program.structure import Value, tree_fill, tree_key, tree_leaves, tree_map
 from mindformers_core.propagation.operators import operator_plan
 
 _MOST_PROGRAMS = 65536  # a number that changes with every step would fill the memory with programs
@@ -97,27 +97,6 @@ def read_numbers(name, args, plain):
     return tuple(args)
 
 
-def _matmul(input, mat2):
-    if min(input.ndim, mat2.ndim) > 1 and input.shape[-1] == 1:
-        return input * mat2
-    is_one_row = input.ndim > 2 >= mat2.ndim and math.prod(input.shape[:-1]) == 1
-    return ops.tensor_dot(input, mat2, 1) if is_one_row else ops.auto_generate.matmul_ext_op(input, mat2)
-
-
-# operators whose gradient in MindSpore is wrong on CPU (docs/mindspore.md)
-_FIXED = {
-    "MatMulExt": _matmul,
-    **dict.fromkeys(("SplitTensorView", "SplitWithSize", "SplitWithSizeView"), Tensor.split),
-}
-
-
-@cache
-def _function_of_ours(name):
-    """The function that is called in an operator's place; in generated code, too, where it is the source."""
-    module, _, function = facts_of(name).source.rpartition(".")
-    return getattr(import_module(module), function) if module.startswith("mindformers_core.") else _FIXED.get(name)
-
-
 def _local(argument):
     return argument._local if type(argument) is DTensor else argument
 
@@ -151,7 +130,7 @@ class _Program:
     Attributes:
         name, given, attributes: of the operator, the number of its positional arguments, and a primitive's attributes
             that its rule takes besides.
-        function: of ours that is called in its place, or None.
+        functions: of an operator that MindSpore gets wrong, by arguments: what calls it by its source; else None.
         mesh: that of its tensors.
         plan, context: the `OperatorPlan`, and the `ShardContext` of its algorithm, if it has one; a `TensorMeta` is in
             the place of every tensor, and the dtypes of the outputs are not known.
@@ -164,7 +143,9 @@ class _Program:
 
     def __init__(self, name, args, kwargs, attributes, tensors):
         self.name, self.given, self.attributes, self.metas = name, len(args), attributes, None
-        self.function = _function_of_ours(name)
+        facts = facts_of(name)
+        is_repaired = facts.rewrite in REPAIRS or facts.source.startswith("mindformers_core.")
+        self.functions = {} if is_repaired else None
         self.mesh = mesh = _common_mesh(name, tensors)
         if is_in_place(name):
             raise TypeError(
@@ -187,8 +168,8 @@ class _Program:
         """Redistribute the inputs, call the operator on local tensors, and wrap the results."""
 
         def operator(local_args, kwargs):
-            if self.function is not None:
-                return self.function(*local_args, **kwargs, **self.attributes)
+            if self.functions is not None:
+                return self._by_source(local_args, kwargs)
             if primitive is None:
                 return func(*local_args, **kwargs)
             changed = local_args[self.given :]  # by `localize`: attributes of the primitive
@@ -209,6 +190,14 @@ class _Program:
             share_memory(tensors, results)
         return results
 
+    def _by_source(self, args, kwargs):
+        """The result of the operator by its source, which is right; local calls of an algorithm differ."""
+        key = None if self.direct else tree_key((args, kwargs), _leaf_key)
+        function = self.functions.get(key)
+        if function is None:
+            function = self.functions[key] = operator_function(self.plan.node, args, kwargs | self.attributes)
+        return function(*tree_leaves((args, kwargs), Tensor))
+
     def _check_outputs(self, result):
         """The metas of the outputs; checks the shapes of the local results against the rule's prediction."""
         results, produced = [result] if isinstance(result, Tensor) else result, self.plan.produced
@@ -225,6 +214,10 @@ class _Program:
                     f"{meta.local_shape} ({meta}): the rule is wrong for this call"
                 )
         return metas
+
+
+def _leaf_key(leaf):
+    return (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else (type(leaf), leaf)
 
 
 @cache

@@ -15,8 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 import numpy as np
-from mindspore import Tensor, ops
-from mindspore import dtype as mstype
+from mindspore import Tensor, dtype as mstype, ops
 
 from mindformers_core.communication import world
 from mindformers_core.dtensor.draws import DISTRIBUTIONS

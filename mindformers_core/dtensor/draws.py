@@ -11,8 +11,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
-from mindspore import Tensor, ops
-from mindspore import dtype as mstype
+from mindspore import Tensor, dtype as mstype, ops
 from mindspore._c_expression import typing
 from mindspore.common.generator import default_generator
 from mindspore.ops import auto_generate

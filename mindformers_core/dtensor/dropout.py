@@ -14,8 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
-from mindspore import Tensor, ops
-from mindspore import dtype as mstype
+from mindspore import Tensor, dtype as mstype, ops
 from mindspore.common.generator import default_generator
 
 from mindformers_core.operators.rules.attention import key_length

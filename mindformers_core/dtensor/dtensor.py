@@ -14,21 +14,10 @@ from mindspore.graph.api import _pynative_executor
 
 from mindformers_core.communication import world
 from mindformers_core.dtensor.aliases import check_memory, note_adopted, note_write, unwritable
-from mindformers_core.dtensor.indexing import IndexedTensor
+from mindformers_core.dtensor.indexing import IndexedTensor, of_whole
 from mindformers_core.dtensor.move import dtype_name, redistribute_local
 from mindformers_core.layout import Layout, bind_layout
 from mindformers_core.operators import tensor_meta
-
-
-def _of_whole(what, read=None):
-    """A method that reads `what` of the local tensor, where every rank holds the whole."""
-
-    def method(self, *args):
-        local = self._whole(what)
-        return getattr(local, what.removesuffix("()"))(*args) if read is None else read(local)
-
-    method.__doc__ = f"`{what}` of the global tensor, where every rank holds the whole."
-    return method
 
 
 class DTensor(IndexedTensor):
@@ -167,18 +156,18 @@ class DTensor(IndexedTensor):
     def __repr__(self):
         return f"DTensor(shape={self.shape}, dtype={self._meta.dtype}, layout={self.layout!r}, local={self._local})"
 
-    __bool__ = _of_whole("bool()", bool)
-    __int__ = __index__ = _of_whole("int()", int)
-    __float__ = _of_whole("float()", float)
+    __bool__ = of_whole("bool()", bool)
+    __int__ = __index__ = of_whole("int()", int)
+    __float__ = of_whole("float()", float)
     __array_ufunc__ = None  # so that a NumPy number on the left leaves the operator to us
     __str__ = __repr__
     __hash__ = Tensor.__hash__
 
 
 _READ = ("asnumpy", "data_ptr", "get_bytes", "is_contiguous", "item", "storage", "stride", "tolist", "untyped_storage")
-DTensor.strides = property(_of_whole("strides", attrgetter("strides")))
+DTensor.strides = property(of_whole("strides", attrgetter("strides")))
 for _name in _READ:
-    setattr(DTensor, _name, _of_whole(f"{_name}()"))
+    setattr(DTensor, _name, of_whole(f"{_name}()"))
 
 
 def wrap(local, meta):

@@ -9,8 +9,7 @@ where a halo is larger than a part, parts are sent as a whole. The idea is that 
 import math
 
 import numpy as np
-from mindspore import Tensor, ops
-from mindspore import dtype as mstype
+from mindspore import Tensor, dtype as mstype, ops
 
 from mindformers_core.dtensor.scans import part_along
 

@@ -3,8 +3,7 @@
 A write of a Parameter is state of its Cell: the value is written, in the layout that the Parameter has.
 """
 
-from mindspore import Parameter, Tensor, mint, ops
-from mindspore import dtype as mstype
+from mindspore import Parameter, Tensor, dtype as mstype, mint, ops
 from mindspore.ops import auto_generate
 
 from mindformers_core.dtensor.aliases import check_memory

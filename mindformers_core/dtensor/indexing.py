@@ -4,11 +4,21 @@ import math
 from numbers import Integral
 
 import numpy as np
-from mindspore import Tensor, get_context, ops
-from mindspore import dtype as mstype
+from mindspore import Tensor, dtype as mstype, get_context, ops
 
 from mindformers_core.dtensor.halo import padded
 from mindformers_core.operators.rules.dims import broadcast_shape
+
+
+def of_whole(what, read=None):
+    """A method that reads `what` of the plain tensor that `self._whole(what)` gives, or raises an error instead."""
+
+    def method(self, *args):
+        whole = self._whole(what)
+        return getattr(whole, what.removesuffix("()"))(*args) if read is None else read(whole)
+
+    method.__doc__ = f"`{what}` of the whole tensor, where that is known."
+    return method
 
 
 class IndexedTensor(Tensor):

@@ -21,14 +21,9 @@ from mindformers_core.operators.registry import facts_of, registered_operators
 from mindformers_core.program.structure import tree_leaves
 from mindformers_core.scopes import entered
 
-# Primitives that don't look up `__fallback__`, with those of their attributes that their rule takes as arguments.
-_WITHOUT_FALLBACK = (
-    (ops.Stack, ("axis",)),
-    (ops.auto_generate.StackExt, ("dim",)),
-    (ops.AddN, ()),
-    (ops.auto_generate.FullLike, ()),
-    (ops.auto_generate.RandLikeExt, ()),
-)
+_GENERATED = ops.auto_generate
+# primitives that don't look up `__fallback__`
+_WITHOUT_FALLBACK = (ops.Stack, _GENERATED.StackExt, ops.AddN, _GENERATED.FullLike, _GENERATED.RandLikeExt)
 
 
 class PlainTensorFallback:
@@ -83,8 +78,8 @@ def intercept_operators():
     Tensor.__init__ = _of_values(Tensor.__init__)
     _JitExecutor.__call__ = _as_python(_JitExecutor.__call__)
     _PyNativeExecutor.grad = _of_whole(_PyNativeExecutor.grad)
-    for primitive, attributes in _WITHOUT_FALLBACK:
-        primitive.__call__ = _dispatching(primitive.__call__, attributes)
+    for primitive in _WITHOUT_FALLBACK:
+        primitive.__call__ = _dispatching(primitive.__call__)
     for name in (*registered_operators("draws"), *DRAWS_IN_PLACE):
         primitive = getattr(ops.auto_generate, name, None) or getattr(ops, name)
         primitive.__call__ = _drawing(primitive.__call__)
@@ -192,13 +187,14 @@ def _is_dispatched(tensor):
     return isinstance(tensor, Tensor) and "__fallback__" in vars(type(tensor)) and type(tensor) is not Tensor
 
 
-def _dispatching(call, attributes):
+def _dispatching(call):
     """A `__call__` that passes calls with DTensors to the dispatcher, and runs all others itself."""
 
     def dispatching_call(self, *args):
         if not tree_leaves(args, DTensor):
             return call(self, *args)
-        more = [getattr(self, name) for name in attributes]
-        return dispatch(_operator(self.name, lambda *local: call(self, *local[: len(args)])), (*args, *more))
+        return dispatch(
+            _operator(self.name, lambda primitive, _, local: call(primitive, *local)), (self, self.name, args)
+        )
 
     return dispatching_call

@@ -2,8 +2,7 @@
 
 from functools import cache
 
-from mindspore import Tensor, ops
-from mindspore import dtype as mstype
+from mindspore import Tensor, dtype as mstype, ops
 
 from mindformers_core.communication import communicator, world
 from mindformers_core.operators import tensor_meta

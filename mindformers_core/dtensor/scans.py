@@ -9,8 +9,7 @@ import math
 from functools import partial
 
 import numpy as np
-from mindspore import Tensor, ops
-from mindspore import dtype as mstype
+from mindspore import Tensor, dtype as mstype, ops
 
 from mindformers_core.dtensor.move import dtype_name
 

@@ -7,8 +7,7 @@ don't call the operator that they replace, except for the product.
 import functools
 import math
 
-from mindspore import dtype as mstype
-from mindspore import ops
+from mindspore import dtype as mstype, ops
 
 
 def norm(_, args, context):

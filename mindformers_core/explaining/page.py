@@ -4,10 +4,10 @@ from html import escape
 
 from mindformers_core.analysis.traffic import bytes_by_axes, collectives_of
 from mindformers_core.explaining import wording
-from mindformers_core.explaining.report import CallRow, MoveRow
 from mindformers_core.explaining.style import HUES, STYLE
-from mindformers_core.explaining.wording import call_path, folded, note_shown, step_shown
+from mindformers_core.explaining.wording import call_path, folded, note_shown, others_shown, step_shown
 from mindformers_core.hints import bytes_shown
+from mindformers_core.program.plan import OperatorPlan, Redistribution
 
 _OPEN_DEPTH = 3  # Cells so far below the root are open at first
 _NOTES = {  # kind of an `Annotation` -> its sign, and what it means
@@ -193,14 +193,14 @@ class _Tree:
 
     def _group(self, group, path, depth):
         row = group[0]
-        if isinstance(row, MoveRow):
+        if isinstance(row.entry, Redistribution):
             return self._move(row)
-        if not isinstance(row, CallRow):
+        if isinstance(row.entry, OperatorPlan):
             inner = "".join(map(self._operator, group[:-1]))
-            names = escape(f"{len(group) - 1} operators: " + ", ".join(row.operator for row in group[:-1]))
-            inner = _tag("details", _tag("summary", names) + inner, "inner") if inner else ""
+            names = _tag("summary", escape(others_shown(group)))
+            inner = _tag("details", names + inner, "inner") if inner else ""
             return inner + self._operator(group[-1])
-        call = f"{escape(row.child)}({escape(', '.join(row.inputs))})"
+        call = f"{escape(row.child)}({escape(row.taken)})"
         if row.report is None:
             shapes = "<br>".join(map(self._tensor, row.results))
             return self._row(f'{call} <span class="name">has a bprop</span>', shapes, row.source)
@@ -212,22 +212,23 @@ class _Tree:
 
     def _operator(self, row):
         names = ", ".join(entry.name for entry in row.results)
-        attribute = f' <span class="attribute">self.{escape(row.attribute)}</span>' if row.attribute else ""
-        inputs, whole = escape(", ".join(row.inputs)), row.whole and f" {row.whole}"
-        call = f'<span class="name">{escape(names)} =</span> {escape(row.operator)}({inputs}){whole}'
+        plan, node = row.entry, row.entry.node
+        attribute = f' <span class="attribute">self.{escape(node.attribute)}</span>' if node.attribute else ""
+        whole = row.whole and f" {row.whole}"
+        call = f'<span class="name">{escape(names)} =</span> {escape(node.operator)}({escape(row.taken)}){whole}'
         shapes = "<br>".join(map(self._tensor, row.results))
         content = self._row(call + attribute, shapes, row.source, note=row.note)
-        if row.algorithm is None:
+        if plan.algorithm is None:
             return content
-        over = f" over {', '.join(row.axes)}" if row.axes else ""
-        algorithm = f"distributed {escape(row.algorithm)}{escape(over)}"
+        over = f" over {', '.join(plan.cut_axes)}" if plan.cut_axes else ""
+        algorithm = f"distributed {escape(plan.algorithm)}{escape(over)}"
         return content + self._band(row.steps, algorithm, "", "inside of the operator")
 
     def _move(self, row):
-        after = self._layout(row.tensor.shape, row.local_shape, row.target)
-        before = self._layout(row.tensor.shape, row.tensor.local_shape, row.tensor.layout)
-        layouts = _tag("span", f"{before} → {after}", "shape", title=f"{row.tensor.layout} -> {row.target}")
-        return self._band(row.steps, escape(row.tensor.name), layouts, f"for {row.reason}", row.note)
+        ends = *row.inputs, *row.results
+        before, after = (self._layout(each.shape, each.local_shape, each.layout) for each in ends)
+        layouts = _tag("span", f"{before} → {after}", "shape", title=f"{row.entry.source} -> {row.entry.target}")
+        return self._band(row.steps, escape(row.taken), layouts, f"for {row.entry.reason}", row.note)
 
     def _band(self, steps, what, layouts, reason, note=None):
         """Steps that communicate, in the colour of their axis; local steps, in grey."""

@@ -6,14 +6,15 @@ different notes have different reports.
 
 import os
 from dataclasses import dataclass
+from functools import cache
 
 from mindformers_core.analysis.algorithms import algorithm_steps
 from mindformers_core.analysis.memory import activation_peaks
-from mindformers_core.analysis.traffic import step_entries, total
+from mindformers_core.analysis.traffic import StepEntry, total
 from mindformers_core.layout import Layout
 from mindformers_core.operators.registry import facts_of
 from mindformers_core.program.activation_policy import ExplainedActivations
-from mindformers_core.program.plan import CallPlan, Redistribution
+from mindformers_core.program.plan import OperatorPlan, Redistribution, by_call
 from mindformers_core.program.structure import tree_leaves
 
 
@@ -36,75 +37,47 @@ class TensorEntry:
 
 
 @dataclass(frozen=True, eq=False)
-class MoveRow:
-    """One redistribution.
+class Row:
+    """One instruction of a Cell.
 
     Attributes:
-        tensor: what moves, as it is before.
-        target: its layout after.
-        local_shape: of every rank's part after.
-        steps: tuple of `StepEntry`.
-        reason: the consumer that requires it.
-        note: its `Annotation`, where its result is kept in another way than usual, or None.
+        entry: the `Redistribution`, `OperatorPlan` or `CallPlan`.
+        inputs, results: a `TensorEntry` for every tensor that it takes, and for every one that it gives.
+        steps: a `StepEntry` for every step of a redistribution, or of the distributed algorithm that runs in an
+            operator's place; empty for others.
+        note: its `Annotation`, where its results are kept in another way than usual, or a Cell as a whole runs again;
+            or None.
+        report: of a call the `CellReport`, the same object for equal calls; None for a Cell with a `bprop`, which runs
+            on whole tensors, and for others.
     """
 
-    tensor: TensorEntry
-    target: Layout
-    local_shape: tuple
-    steps: tuple
-    reason: str
-    note: object = None
-
-
-@dataclass(frozen=True, eq=False)
-class OperatorRow:
-    """One operator.
-
-    Attributes:
-        operator, attribute, source: see `OperatorNode`; the source without its folder.
-        inputs: names of the tensors that it takes.
-        results: a `TensorEntry` for every tensor that it gives.
-        algorithm: name of the distributed algorithm that runs in its place, or None.
-        axes: the axes that the algorithm bridges.
-        steps: a `StepEntry` for everything that the algorithm communicates.
-        note: its `Annotation`, where its results are kept in another way than usual, or None.
-    """
-
-    operator: str
-    attribute: str | None
-    source: str
+    entry: object
     inputs: tuple
     results: tuple
-    algorithm: str | None
-    axes: tuple
     steps: tuple
-    note: object = None
+    note: object
+    report: "CellReport | None"
+
+    @property
+    def source(self):
+        """The line of the user's code, without its folder."""
+        return os.path.basename(self.entry.node.source or "")
+
+    @property
+    def taken(self):
+        """The names of the tensors that it takes, as arguments in a text."""
+        return ", ".join(entry.name for entry in self.inputs)
+
+    @property
+    def child(self):
+        """The path of a called Cell from the calling one; from the root, with a leading `/`, where it isn't below."""
+        return f"/{self.entry.node.graph.path}" if self.entry.node.child is None else self.entry.node.child
 
     @property
     def whole(self):
-        """A sentence where it is registered with `gather=True`, else an empty one."""
-        return "every rank computes it of whole inputs: gather=True" if facts_of(self.operator).gather else ""
-
-
-@dataclass(frozen=True, eq=False)
-class CallRow:
-    """A call of another Cell.
-
-    Attributes:
-        child: its path from the calling Cell; from the root, with a leading `/`, where it isn't below that.
-        source: without its folder.
-        inputs: names of the tensors that are passed.
-        results: a `TensorEntry` for every tensor that comes back.
-        report: the `CellReport`, the same object for equal calls; None for a Cell with a `bprop`, on whole tensors.
-        note: its `Annotation`, where the Cell as a whole runs again, or None.
-    """
-
-    child: str
-    source: str
-    inputs: tuple
-    results: tuple
-    report: "CellReport | None"
-    note: object = None
+        """A sentence where an operator is registered with `gather=True`, else an empty one."""
+        gathers = facts_of(self.entry.node.operator).gather
+        return "every rank computes it of whole inputs: gather=True" if gathers else ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,7 +88,7 @@ class CellReport:
         path: of the Cell from the root; of equal calls that of the first.
         class_name: without its module.
         arguments, parameters, lifted: `TensorEntry`s of what comes in.
-        rows: `MoveRow`s, `OperatorRow`s and `CallRow`s, in order.
+        rows: `Row`s, in order.
         results: `TensorEntry`s.
         traffic: of this call and all below it, see `total`.
     """
@@ -173,7 +146,7 @@ def make_report(frame, algorithm=None, activations=None, micro_steps=1, stored_t
 
     Args:
         frame: the `CellPlan` of the root.
-        algorithm: as of `algorithm_parts`.
+        algorithm: as of `through_algorithm`.
         activations: the `ExplainedActivations` of the plan. Default: all are held.
         micro_steps, stored_traffic: see `Report`. Default: one, and nothing.
 
@@ -181,6 +154,7 @@ def make_report(frame, algorithm=None, activations=None, micro_steps=1, stored_t
         ValueError: an operator runs a distributed algorithm, and there is no `algorithm`: nothing is hidden.
     """
     activations = ExplainedActivations() if activations is None else activations
+    algorithm = algorithm and cache(algorithm)
     root = _cell_report(frame, algorithm, activations.notes, {})
     calls = sum(1 for _ in frame.walk())
     peaks, undropped = activation_peaks(frame, algorithm, activations), None
@@ -197,11 +171,7 @@ def _cell_report(frame, algorithm, notes, known):
     memo = id(frame), frozenset(notes.items())
     if memo in known:
         return known[memo]
-    graph, names = frame.graph, _names(frame.graph)
-    inner = {}
-    for key, note in notes.items():
-        if key:  # else it is the note of this call
-            inner.setdefault(key[0], {})[key[1:]] = note
+    graph, names, inner = frame.graph, _names(frame.graph), by_call(notes.items())
     rows = [
         _row(entry, frame, names, algorithm, inner.get(index, {}), known)
         for index, entry in enumerate(frame.instructions)
@@ -236,31 +206,23 @@ def _names(graph):
     return names
 
 
-def _name(value, names):
-    return names.get(value.id, f"%{value.id}")
-
-
 def _tensor(value, layout, names):
-    return TensorEntry(_name(value, names), value.dtype, value.shape, layout.local_shape(value.shape), layout)
+    name = names.get(value.id, f"%{value.id}")
+    return TensorEntry(name, value.dtype, value.shape, layout.local_shape(value.shape), layout)
 
 
 def _row(entry, frame, names, algorithm, notes, known):
     """The row of an instruction; `notes` are those of the instruction itself, under `()`, and of the called Cell."""
-    note = notes.get(())
-    again = note is not None and note.sends
+    inputs, results = (
+        tuple(_tensor(value, layout, names) for value, layout in pairs) for pairs in (entry.consumed, entry.produced)
+    )
+    note, report, sent = notes.get(()), None, ()
     if isinstance(entry, Redistribution):
-        before = _tensor(entry.value, entry.source, names)
-        steps = step_entries(((step, entry.gradient) for step in entry.steps), again)
-        return MoveRow(before, entry.target, entry.target.local_shape(entry.value.shape), steps, entry.reason, note)
-    node = entry.node
-    inputs = tuple(_name(value, names) for value, _ in entry.consumed)
-    results = tuple(_tensor(value, layout, names) for value, layout in entry.produced)
-    taken_and_given = os.path.basename(node.source or ""), inputs, results
-    if isinstance(entry, CallPlan):
-        child = f"/{node.graph.path}" if node.child is None else node.child
-        report = None if entry.frame is None else _cell_report(entry.frame, algorithm, notes, known)
-        return CallRow(child, *taken_and_given, report, note)
-    flows = any(value.id in frame.gradients for value, _ in entry.produced)
-    run = () if entry.algorithm is None else algorithm_steps(entry, algorithm)
-    steps = step_entries(((step, gradient and flows) for step, gradient in run), again)
-    return OperatorRow(node.operator, node.attribute, *taken_and_given, entry.algorithm, entry.cut_axes, steps, note)
+        sent = ((step, entry.gradient) for step in entry.steps)
+    elif entry.frame is not None:
+        report = _cell_report(entry.frame, algorithm, notes, known)
+    elif isinstance(entry, OperatorPlan) and entry.algorithm is not None:
+        flows = any(value.id in frame.gradients for value, _ in entry.produced)
+        sent = ((step, gradient and flows) for step, gradient in algorithm_steps(entry, algorithm))
+    steps = tuple(StepEntry(step, gradient, note is not None and note.sends) for step, gradient in sent)
+    return Row(entry, inputs, results, steps, note, report)

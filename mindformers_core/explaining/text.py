@@ -3,9 +3,9 @@
 from textwrap import wrap
 
 from mindformers_core.explaining import wording
-from mindformers_core.explaining.report import CallRow, MoveRow
-from mindformers_core.explaining.wording import call_path, folded, note_shown, sent_shown, step_shown
+from mindformers_core.explaining.wording import call_path, folded, note_shown, others_shown, sent_shown, step_shown
 from mindformers_core.hints import bytes_shown
+from mindformers_core.program.plan import OperatorPlan, Redistribution
 
 _WIDTH = 120
 _COLUMNS = (52, 92)  # where the shapes and the layouts start
@@ -51,14 +51,14 @@ def _cell_lines(report, path, title, depth, shown, note=None):
 
 def _group_lines(group, path, depth, shown):
     row, pad = group[0], "  " * depth
-    if isinstance(row, MoveRow):
+    if isinstance(row.entry, Redistribution):
         return _noted(_move_lines(row, pad), row.note)
-    if not isinstance(row, CallRow):
-        inner = [f"{len(group) - 1} operators: " + ", ".join(row.operator for row in group[:-1])] if group[1:] else []
+    if isinstance(row.entry, OperatorPlan):
+        inner = [others_shown(group)] if group[1:] else []
         shown = {"initial_indent": f"{pad}· ", "subsequent_indent": f"{pad}  "}
         return [*(line for text in inner for line in wrap(text, _WIDTH, **shown)), *_operator_lines(group[-1], pad)]
     if row.report is None:
-        lines = [f"{pad}{row.child}({', '.join(row.inputs)})  has a bprop: on whole tensors  {row.source}"]
+        lines = [f"{pad}{row.child}({row.taken})  has a bprop: on whole tensors  {row.source}"]
         return lines + [line for entry in row.results for line in _line(f"{pad}  {entry.name}", entry)]
     lines = _cell_lines(row.report, call_path(path, row.child), row.child, depth, shown, row.note)
     if len(group) > 1:
@@ -68,16 +68,17 @@ def _group_lines(group, path, depth, shown):
 
 
 def _operator_lines(row, pad):
-    named = f" {row.attribute}" if row.attribute else ""
-    call = f"{row.operator}({', '.join(row.inputs)}){named}  {row.source}"
+    plan, node = row.entry, row.entry.node
+    named = f" {node.attribute}" if node.attribute else ""
+    call = f"{node.operator}({row.taken}){named}  {row.source}"
     lines = []
     for place, entry in enumerate(row.results):
         left, note = (f"{pad}{entry.name} = {call}", row.note) if place == 0 else (f"{pad}{entry.name}", None)
         lines += _line(left, entry, note)
     lines += [f"{pad}  {row.whole}"] * bool(row.whole)
-    if row.algorithm is not None:
-        over = f" over {', '.join(row.axes)}" if row.axes else ""
-        lines.append(f"{pad}  by the distributed algorithm '{row.algorithm}'{over}")
+    if plan.algorithm is not None:
+        over = f" over {', '.join(plan.cut_axes)}" if plan.cut_axes else ""
+        lines.append(f"{pad}  by the distributed algorithm '{plan.algorithm}'{over}")
         lines += [_arrow([step], f"{pad}  ") + "; backward: ".join(step_shown(step)) for step in row.steps]
     return lines
 
@@ -85,10 +86,11 @@ def _operator_lines(row, pad):
 def _move_lines(row, pad):
     """One line where it fits."""
     is_mark = [entry.step.kind for entry in row.steps] == ["mark_varying"]
-    what = row.tensor.name if is_mark else f"{row.tensor.name} {row.tensor.layout} -> {row.target}:"
+    move = row.entry
+    what = row.taken if is_mark else f"{row.taken} {move.source} -> {move.target}:"
     steps = ["; backward: ".join(step_shown(step)) for step in row.steps] or ["no communication"]
     arrow = _arrow(row.steps, pad)
-    reason = f"(for {row.reason})"
+    reason = f"(for {move.reason})"
     lines = [f"{arrow}{what}", *(f"{pad}    {step}" for step in steps)]
     ways = [[f"{lines[0]} {steps[0]}  {reason}"]] if len(steps) == 1 else []
     ways.append([*lines[:-1], f"{lines[-1]}  {reason}"])

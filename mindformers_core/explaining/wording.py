@@ -1,8 +1,8 @@
 """The common parts of text and page: totals, steps, notes, groups of rows. Pure Python."""
 
 from mindformers_core.analysis.traffic import bytes_by_axes, collectives_of
-from mindformers_core.explaining.report import CallRow, OperatorRow
 from mindformers_core.hints import bytes_shown
+from mindformers_core.program.plan import OperatorPlan
 from mindformers_core.redistribution.steps import COLLECTIVES
 
 MARKS = {  # what a step does that is local, in words
@@ -86,15 +86,21 @@ def folded(rows):
             groups[-1].append(row)
         else:
             groups.append([row])
-    few = [isinstance(group[0], OperatorRow) and len(group) < _MANY for group in groups]
+    few = [isinstance(group[0].entry, OperatorPlan) and len(group) < _MANY for group in groups]
     return [part for group, apart in zip(groups, few) for part in ([[row] for row in group] if apart else [group])]
 
 
+def others_shown(group):
+    """The operators of a group but the last: `"5 operators: Cast, Exp, …"`."""
+    return f"{len(group) - 1} operators: " + ", ".join(row.entry.node.operator for row in group[:-1])
+
+
 def _equal_calls(last, row):
-    alike = isinstance(row, CallRow) and isinstance(last, CallRow) and row.report is last.report is not None
-    return alike and row.child != last.child and row.note == last.note
+    return row.report is last.report is not None and row.child != last.child and row.note == last.note
 
 
 def _one_line(last, row):
-    plain = all(isinstance(each, OperatorRow) and each.algorithm is each.note is None for each in (last, row))
+    plain = all(
+        isinstance(each.entry, OperatorPlan) and each.entry.algorithm is each.note is None for each in (last, row)
+    )
     return plain and not last.whole and not row.whole and row.source == last.source != ""

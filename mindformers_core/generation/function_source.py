@@ -6,7 +6,7 @@ from inspect import Parameter, signature
 from itertools import repeat
 
 from mindformers_core.capture.algorithm_graph import algorithm_graph, redistribution_steps
-from mindformers_core.generation.operator_source import literal
+from mindformers_core.dtensor.operator_source import NamedTensor, literal
 from mindformers_core.operators import TensorMeta
 from mindformers_core.operators.registry import facts_of
 from mindformers_core.program.deferral import NOTHING_DEFERRED, PRODUCTS
@@ -28,16 +28,6 @@ _AFTER = {  # step kind -> the hint for the name of the tensor after it
     "to_partial": "term",
     "pad": "padded",
 }
-
-
-class NamedTensor(TensorMeta):
-    """A tensor among the arguments of an operator: global shape, dtype, layout, and the variable that holds it."""
-
-    __slots__ = ("name",)
-
-    def __init__(self, name, shape, dtype, layout=None):
-        super().__init__(shape, dtype, layout, constant=False)
-        self.name = name
 
 
 class FunctionSource:
@@ -222,9 +212,8 @@ class FunctionSource:
 
     def _hints(self, node, operator):
         """Names for the results of a node: those of the user's code, else the operator's."""
-        count = len(tree_leaves(node.outputs))
-        names = self.assigned.get(self.places.get(id(node))) or ()
-        names = names if len(names) == count else (None,) * count
+        names, *_ = self.assigned.get(self.places.get(id(node)), (None,))
+        names = names or (None,) * len(tree_leaves(node.outputs))
         return [name if name and not keyword.iskeyword(name) else operator for name in names]
 
     def _receive(self, outputs, layouts, hints, expression):

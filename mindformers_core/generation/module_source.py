@@ -6,8 +6,8 @@ from keyword import iskeyword
 from mindspore import nn
 
 from mindformers_core.communication.communicator import collective_attributes
+from mindformers_core.dtensor.operator_source import node_source
 from mindformers_core.generation.function_source import FunctionSource
-from mindformers_core.generation.operator_source import node_source
 from mindformers_core.layout import Layout
 from mindformers_core.operators.registry import facts_of
 from mindformers_core.program.deferral import PRODUCTS, deferrals

@@ -6,6 +6,7 @@ from operator import attrgetter
 from pathlib import Path
 from sysconfig import get_path
 
+from mindformers_core.grouping import grouped
 from mindformers_core.program.name_ranges import ranges_shown
 
 LEFT_BEHIND = "left from another launch? unset MS_ROLE MS_WORKER_NUM MS_SCHED_HOST MS_SCHED_PORT RANK_ID"
@@ -188,9 +189,7 @@ def _gap(one, other, states):
 
 def _places(states):
     """A line for every place, with the ranks that are there."""
-    ranks = {}
-    for state in states:
-        ranks.setdefault(_place(state), []).append(state.rank)
+    ranks = grouped((_place(state), state.rank) for state in states)
     shown = [f"- rank{'s' * (len(here) > 1)} {shown_ranks(here)}: {place}" for place, here in ranks.items()]
     return shown[:_MOST_PLACES] + [f"- and {len(shown) - _MOST_PLACES} more places"] * (len(shown) > _MOST_PLACES)
 

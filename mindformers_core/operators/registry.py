@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import cache
+from inspect import signature
 
 from mindformers_core.hints import nearest
 from mindformers_core.operators.saved import SavedByOperator
-from mindformers_core.operators.signature import tensors_in, undivided
+from mindformers_core.operators.signature import spelled, tensors_in, undivided
 from mindformers_core.operators.views import INPUT_IF_OF_ITS_DTYPE, strided
 
 FLOWS, ZERO, NO_GRADIENT = "flows", "zero", "none"
@@ -128,6 +130,12 @@ def _hashable(value):
     return tuple(map(_hashable, value)) if isinstance(value, (tuple, list)) else value
 
 
+@cache
+def _parameters(rule):
+    """Names of a rule's arguments."""
+    return tuple(signature(rule).parameters)
+
+
 def signature_of(name, args, kwargs=None, shapes=()):
     """The `Signature` of operator `name` called with `args`, where tensors are `TensorMeta`.
 
@@ -149,7 +157,7 @@ def signature_of(name, args, kwargs=None, shapes=()):
             f"whole inputs, register_operator('{name}', gather=True), or write its rule, @register_operator('{name}')"
         )
     try:
-        return rule(*args, **(kwargs or {}))
+        return rule(*args, **spelled(kwargs or {}, _parameters(rule)))
     except (ValueError, TypeError) as error:
         shown = ", ".join([*map(repr, args), *(f"{key}={value!r}" for key, value in (kwargs or {}).items())])
         raise type(error)(f"operator {name}({shown}): {error}") from error

@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 from itertools import product
 
+from mindformers_core.grouping import grouped
 from mindformers_core.layout import Layout
 from mindformers_core.operators.signature import Signature, tensor_meta
 from mindformers_core.placement import axes_in, entry_of, merged_entry, parts_of, split_entry
@@ -254,11 +255,8 @@ def _price(source, target, shape, dtype, device_model):
 
 def _ordered_cuts(arriving, mesh, choices):
     """Factor -> axes that shard it, in the order of an input that is sharded alike, else in mesh order."""
-    axes_of = {}
-    for axis in mesh.axis_names:
-        kind, factor, _ = choices[axis]
-        if kind == "cut":
-            axes_of.setdefault(factor, []).append(axis)
+    chosen = ((axis, *choices[axis]) for axis in mesh.axis_names)
+    axes_of = grouped((factor, axis) for axis, kind, factor, _ in chosen if kind == "cut")
     for factor, axes in axes_of.items():
         given = [cut[factor] for cut in arriving if set(axes) <= set(cut.get(factor, ()))]
         given = sorted(given, key=lambda entry: axes_in(entry) != entry)  # strided where all tensors are

@@ -122,6 +122,20 @@ class Signature:
         return [tuple(math.prod(map(self.sizes.get, factors)) for factors in dims) for dims in self.outputs]
 
 
+# names of one parameter, by a method, its operator, and classes
+_SPELLINGS = {"dim", "dims", "axis", "axes"}, {"keepdim", "keepdims", "keep_dims"}, {"other", "mat2", "exponent"}
+
+
+def spelled(named, parameters):
+    """Named arguments by the names that `parameters`, names in order, have for them: MindSpore has several for some."""
+
+    def own(name):
+        alike = next((group for group in _SPELLINGS if name in group), ())
+        return name if name in parameters else next((each for each in parameters if each in alike), name)
+
+    return {own(name): value for name, value in named.items()}
+
+
 def tensors_in(args):
     """All `TensorMeta` of an argument list in order, as a `Signature` numbers its inputs, tuples and lists included."""
     found = []

@@ -5,6 +5,7 @@ import math
 import mindspore as ms
 from mindspore import nn, ops
 
+from mindformers_core.grouping import grouped
 from mindformers_core.optimizers.adamw import moments
 from mindformers_core.tensor_parallel.clipping import sharding_of, sum_cell
 
@@ -57,9 +58,7 @@ class Lamb(nn.Optimizer):
         self.log_betas = (math.log(beta1), math.log(beta2))
         self.moments1 = moments(self.parameters, "lamb.moment1.")
         self.moments2 = moments(self.parameters, "lamb.moment2.")
-        groups = {}
-        for place, parameter in enumerate(self.parameters):
-            groups.setdefault(sharding_of(parameter), []).append(place)
+        groups = grouped((sharding_of(parameter), place) for place, parameter in enumerate(self.parameters))
         self.places = tuple(tuple(places) for places in groups.values())
         self.sums = nn.CellList([sum_cell(mesh, axes) for mesh, axes in groups])
 

@@ -1,8 +1,7 @@
 """A Cell, and a loss function, as a function of local tensors, in PyNative or compiled."""
 
 from contextlib import nullcontext
-from inspect import Parameter as Argument
-from inspect import signature
+from inspect import Parameter as Argument, signature
 
 from mindspore import Tensor
 

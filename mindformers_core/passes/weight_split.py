@@ -20,13 +20,12 @@ gradients.
     for parameter, part in deferred.weight_gradients(pending): …  # to be added to its ordinary gradient, if it has one
 """
 
-from mindspore import Parameter, Tensor, _Function, nn, ops
-from mindspore import dtype as mstype
+from mindspore import Parameter, Tensor, _Function, dtype as mstype, nn, ops
 from mindspore.graph.api import _no_grad
 
 from mindformers_core.communication import communicator
 from mindformers_core.program.deferral import PRODUCTS, DeferredWeight, deferred_weights
-from mindformers_core.sharding.declare import owner_and_name
+from mindformers_core.sharding.declare import parameter_at
 from mindformers_core.sharding.sharded_cells import computing_parameters, tree_of_root
 
 _WEIGHT_GRADIENT = ops.MatMul(transpose_a=True)
@@ -160,7 +159,7 @@ class DeferredGradients:
         """Give the Cell of a new program the `DeferredProduct`s of its deferred operators, as an attribute."""
         below = program.source.deferrals
         structure, ordinary = deferred_weights(program.path, program.generated, program.graph, below)
-        self._ordinary |= {id(self._parameter(path)) for path in ordinary}
+        self._ordinary |= {id(parameter_at(path, self._tree.cells)) for path in ordinary}
         alike = {}
 
         def products(entry):
@@ -171,16 +170,12 @@ class DeferredGradients:
 
         self._tree.cells[program.path].__dict__[f"{PRODUCTS}_of_{program.name}"] = products(structure)
 
-    def _parameter(self, path):
-        owner, name = owner_and_name(path, self._tree.cells)
-        return self._tree.cells[owner]._params[name]
-
     def _product(self, weight, number):
         key = weight, number
         if key not in self._products:
             tree_number = self._tree.cells[""].sharded_cell_number
             name = f"collector.{tree_number}.{len(self._products)}.{weight.path}"  # unique in every graph
-            self._products[key] = DeferredProduct(weight, self._parameter(weight.path), name)
+            self._products[key] = DeferredProduct(weight, parameter_at(weight.path, self._tree.cells), name)
         return self._products[key]
 
 

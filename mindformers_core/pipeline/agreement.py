@@ -1,5 +1,6 @@
 """Checks that the stages of a pipeline fit together, by their descriptions. Pure Python, on plain data."""
 
+from mindformers_core.grouping import grouped
 from mindformers_core.hints import nearest
 from mindformers_core.layout import layout
 
@@ -62,10 +63,7 @@ def tied_parameters(described):
         ValueError: a path on several stages is not in `tied` of one of them; or its parameters differ in shape, dtype,
             layout, in whether they are trained, or in values: the stages would train several ones.
     """
-    holders = {}
-    for each in described:
-        for path, *kind in each["parameters"]:
-            holders.setdefault(path, []).append((each, kind))
+    holders = grouped((path, (each, kind)) for each in described for path, *kind in each["parameters"])
     tied = {}
     for path, found in sorted(holders.items()):
         if len(found) == 1:

@@ -198,9 +198,7 @@ class RankStages:
         def check(index, stage):
             policy = self._policies[index]
             if policy is not None:
-                policy.check_stages(summaries)
-                if stage.compiled:
-                    policy.check_compiled_stage(summaries)
+                policy.check_stages(summaries, stage.compiled)
                 if have_programs:
                     policy.validate_for_backward()
 

@@ -107,11 +107,13 @@ class ActivationPolicy:
         """A JSON-able summary of this stage for `check_stages` of the other stages; None: nothing."""
         return None
 
-    def check_stages(self, summaries):
-        """Raise `ValueError` for settings that match no stage of a pipeline; `summaries`: of all stages, ascending."""
+    def check_stages(self, summaries, is_compiled):
+        """Raise `ValueError` for settings that match no stage of a pipeline, or that a compiled stage can't apply.
 
-    def check_compiled_stage(self, summaries):
-        """As `check_stages` for compiled stages; `ValueError` also for settings that these can't apply."""
+        Args:
+            summaries: of all stages, ascending.
+            is_compiled: whether this stage is compiled.
+        """
 
     def keeps_weights(self, unit):
         """Whether the gathered weights of a unit are kept between its forward and its backward pass."""

@@ -7,7 +7,15 @@ plan's *variables* are tensors in a layout, `(number of the Value, Layout)`.
 from dataclasses import dataclass
 
 from mindformers_core.operators.registry import facts_of
-from mindformers_core.program.plan import CallPlan, Redistribution, called_graphs, joined_path, parameter_path
+from mindformers_core.program.environment import follow
+from mindformers_core.program.plan import (
+    CallPlan,
+    OperatorPlan,
+    Redistribution,
+    called_graphs,
+    joined_path,
+    parameter_path,
+)
 from mindformers_core.program.structure import Value, tree_leaves
 
 PRODUCTS = "deferred_products"  # the name of a generated function's argument with one object for each deferred operator
@@ -98,34 +106,33 @@ def deferred_weights(program_path, frame, graph, below):
     ordinary = set()
 
     def visit(frame, graph, passed):
+        """The weights of a call; what stands for a weight, in `passed` as well, is its path and the `Step`s so far."""
         deferral, ways = below[frame], {}
         for number, use in enumerate(frame.graph.parameters):
             stored, path = frame.layouts[use.value.id], joined_path(program_path, parameter_path(frame, graph, number))
             ways[use.value.id, stored] = path, ()
             if (use.value.id, stored) in deferral.needed:
                 ordinary.add(path)
-        ways |= {(value.id, layout): way for (value, layout), way in zip(frame.lifted, passed, strict=True) if way}
-        graphs = dict(called_graphs(frame, graph))
-        found = []
-        for entry in frame.instructions:
+        graphs, found = dict(called_graphs(frame, graph)), []
+
+        def instruction(_, entry, taken):
             if isinstance(entry, Redistribution):
-                if (entry.value.id, entry.source) in ways:
-                    path, steps = ways[entry.value.id, entry.source]
-                    ways[entry.value.id, entry.target] = path, (*steps, *entry.steps)
-            elif isinstance(entry, CallPlan):
-                if entry.frame is None:
-                    uses = [use for inner in graphs[entry].calls() for use in inner.parameters]
-                    ordinary.update(joined_path(program_path, use.path) for use in uses)
-                else:
-                    inner = visit(entry.frame, graphs[entry], [ways.get((v.id, layout)) for v, layout in entry.lifted])
-                    found += [inner] if entry in deferral.places else []
-            elif entry in deferral.places:
-                weight, layout = entry.consumed[1]
-                path, steps = ways[weight.id, layout]
-                found.append(DeferredWeight(path, steps, _is_transposed(entry.node)))
+                return [(way[0], (*way[1], *entry.steps)) for way in taken if way]
+            if isinstance(entry, OperatorPlan):
+                if entry in deferral.places:
+                    found.append(DeferredWeight(*taken[1], _is_transposed(entry.node)))
+            elif entry.frame is None:
+                uses = [use for inner in graphs[entry].calls() for use in inner.parameters]
+                ordinary.update(joined_path(program_path, use.path) for use in uses)
+            else:
+                inner = visit(entry.frame, graphs[entry], {tensor: way for tensor, way in taken.items() if way})
+                found.extend([inner] if entry in deferral.places else [])
+            return ()
+
+        follow(frame, ways | passed, instruction)
         return tuple(found)
 
-    return visit(frame, graph, []), ordinary
+    return visit(frame, graph, {}), ordinary
 
 
 def _is_transposed(node):

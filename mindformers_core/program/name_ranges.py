@@ -4,6 +4,8 @@ import re
 import textwrap
 from itertools import groupby
 
+from mindformers_core.grouping import grouped
+
 _WIDTH = 120
 _UNBROKEN = {"break_long_words": False, "break_on_hyphens": False}
 
@@ -41,10 +43,8 @@ def names_shown(names):
     Args:
         names: as of `layers_together`.
     """
-    operators = {}
-    for text, _ in layers_together(names):
-        cell, _, operator = text.rpartition(".")
-        operators.setdefault(cell or "(root)", []).append(operator)
+    parts = (text.rpartition(".") for text, _ in layers_together(names))
+    operators = grouped((cell or "(root)", operator) for cell, _, operator in parts)
     lines = []
     for cell, inside in operators.items():
         text = f"{cell}: {', '.join(dict.fromkeys(inside))}"

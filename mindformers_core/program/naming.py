@@ -61,37 +61,16 @@ def snake_case(name):
 def assigned_names(graph):
     """The variables to which the user's code assigns the results of a graph's nodes.
 
-    For `q = self.q_proj(self.norm(x))`, the result of `q_proj` is `q`, and that of `norm` has no name.
+    For `p = q = self.q_proj(self.norm(x))`, the results of `q_proj` are `p` and `q`, and that of `norm` has no name.
 
     Args:
         graph: a `CellGraph`, whose nodes have file and line of their source; unreadable files give no names.
 
     Returns:
-        Index of every node -> a tuple with a name for every tensor in its outputs, or None. Names may repeat.
+        Index of every node with a name -> for each target of the assignment a tuple with a name, or None, for every
+        tensor in its outputs; None for a target with another number of names. Names may repeat.
     """
-    names = dict.fromkeys(range(len(graph.nodes)))
-    for index, targets, count in _assigned(graph):
-        names[index] = _names(targets[0], count)
-    return names
-
-
-def all_assigned_names(graph):
-    """As `assigned_names`, with all targets of an assignment: `p` and `q` for `p = q = self.norm(x)`.
-
-    Args:
-        graph: as of `assigned_names`.
-
-    Returns:
-        Index of every node with a name -> a tuple of its names.
-    """
-    return {
-        index: tuple(name for target in targets for name in _names(target, count) or () if name)
-        for index, targets, count in _assigned(graph)
-    }
-
-
-def _assigned(graph):
-    """`(index of a node, the targets of the assignment of its results, number of tensors)`."""
+    names = {}
     placed = [(index, node, _statement(node.source)) for index, node in enumerate(graph.nodes)]
     for statement, run in groupby(placed, key=lambda entry: entry[2]):
         run = [(index, node) for index, node, _ in run]
@@ -102,7 +81,8 @@ def _assigned(graph):
         else:
             found = ((index, node, statement.targets) for index, node in _outermost(statement, run))
         for index, node, targets in found:
-            yield index, targets, len(tree_leaves(node.outputs))
+            names[index] = [_names(target, len(tree_leaves(node.outputs))) for target in targets]
+    return names
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,15 +10,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import count
 
-from mindformers_core.program.naming import all_assigned_names, snake_case
-from mindformers_core.program.plan import (
-    CallPlan,
-    Instruction,
-    Redistribution,
-    called_cells,
-    joined_path,
-    operators_in_order,
-)
+from mindformers_core.grouping import grouped
+from mindformers_core.program import plan
+from mindformers_core.program.naming import assigned_names, snake_case
 from mindformers_core.redistribution.steps import STEP_KINDS
 
 _SUFFIXES = ("ExtView", "Ext", "View")
@@ -66,7 +60,7 @@ class OperatorName:
             In a Cell with several calls the pattern selects at most one operator of each call.
     """
 
-    place: Instruction
+    place: plan.Instruction
     path: str
     operator: str
     labels: tuple
@@ -91,9 +85,9 @@ def operator_names(frame, path=""):
     Returns:
         A list of `OperatorName`s in the order of execution.
     """
-    named = [replace(name, path=joined_path(path, name.path)) for name in _named(frame)]
+    named = [replace(name, path=plan.joined_path(path, name.path)) for name in _named(frame)]
     named = _numbered(_with_second_names(named))
-    texts = _texts(named, {joined_path(path, inner) for _, inner in called_cells(frame)})
+    texts = _texts(named, {plan.joined_path(path, inner) for _, inner in plan.called_cells(frame)})
     return [replace(name, text=text) for name, text in zip(named, texts)]
 
 
@@ -120,15 +114,15 @@ def plain_name(operator):
 
 def _named(frame):
     """All `OperatorName`s, still without `text` and numbers of labels."""
-    callers = _callers(frame)
+    callers = grouped((call.frame, call.node.source) for _, each in frame.walk() for call in each.calls)
     variables = {}  # `CellPlan` -> id of a node -> names
-    for place in operators_in_order(frame):
+    for place in plan.operators_in_order(frame):
         entry = place.entry
-        if isinstance(entry, Redistribution):
+        if isinstance(entry, plan.Redistribution):
             steps = _work(entry)
             if steps:
                 yield OperatorName(place, place.path, "+".join(steps), _labels(["+".join(steps), *steps]))
-        elif not isinstance(entry, CallPlan):
+        elif not isinstance(entry, plan.CallPlan):
             if place.frame not in variables:
                 variables[place.frame] = _variables(place.frame.graph, callers.get(place.frame, ()))
             operator = entry.node.operator
@@ -142,23 +136,16 @@ def _work(move):
     return [name for name in runs if name not in ("identity", "view")]
 
 
-def _callers(frame):
-    """`CellPlan` -> the source lines of its calls."""
-    callers = {}
-    for _, each in frame.walk():
-        for call in each.calls:
-            callers.setdefault(call.frame, set()).add(call.node.source)
-    return callers
-
-
 def _variables(graph, callers):
     """id of every node -> the names of its results.
 
     Operators of a MindSpore Cell are captured with the line of its call, which assigns the Cell's result.
     """
-    assigned = all_assigned_names(graph)
-    own = {index: assigned.get(index, ()) for index, node in enumerate(graph.nodes) if node.source not in callers}
-    return {id(node): own.get(index, ()) for index, node in enumerate(graph.nodes)}
+    found, assigned = {}, assigned_names(graph)
+    for index, node in enumerate(graph.nodes):
+        own = assigned.get(index, ()) if node.source not in callers else ()
+        found[id(node)] = tuple(name for names in own for name in names or () if name)
+    return found
 
 
 def _labels(operators, variables=()):
@@ -197,20 +184,15 @@ def _label_keys(name):
 
 def _texts(named, cells):
     """The text of every `OperatorName`; `cells`: the paths of all called Cells."""
-    labels, below = {}, {}
-    for name in named:
-        for label in name.labels:
-            alike = labels.setdefault((name.path, label.variable, label.plain), [])
-            alike.append((label.number, name.place.key))
-    for path in dict.fromkeys(name.path for name in named):
-        for ending in _endings(path):
-            below.setdefault(ending, []).append(path)
+    pairs = [(name, label) for name in named for label in name.labels]
+    labels = grouped(((name.path, each.variable, each.plain), (each.number, name.place.key)) for name, each in pairs)
+    below = grouped((ending, path) for path in dict.fromkeys(name.path for name in named) for ending in _endings(path))
     endings = {ending for path in cells for ending in _endings(path)}
 
     @cache  # the calls of a Cell ask the same
     def selects_one(path, spelling, number, anchored):
         """Whether a text selects one operator in each call of a Cell at most, and nothing elsewhere."""
-        if number is None and joined_path(path, spelling) in (cells if anchored else endings):
+        if number is None and plan.joined_path(path, spelling) in (cells if anchored else endings):
             return False  # a pattern that matches a Cell selects Cells
         found = set()
         for each in [path] if anchored else below[path]:

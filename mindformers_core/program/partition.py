@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import cache
 
 from mindformers_core.program.graph import CallNode
-from mindformers_core.program.plan import CallPlan, CellPlan, Redistribution, called_cells, joined_path
+from mindformers_core.program.plan import CallPlan, CellPlan, Redistribution, by_call, called_cells, joined_path
 
 
 def annotate(frame, choice):
@@ -28,7 +28,7 @@ def annotate(frame, choice):
     @cache
     def visit(frame, choice):
         entries, keepers = list(frame.instructions), {}
-        for index, below in _by_index(choice).items():
+        for index, below in by_call(choice).items():
             if () in below:
                 keepers[entries[index]] = below[()]
             else:
@@ -36,14 +36,6 @@ def annotate(frame, choice):
         return replace(frame, instructions=tuple(entries), keepers=keepers)
 
     return visit(frame, frozenset(choice.items())) if choice else frame
-
-
-def _by_index(pairs):
-    """Pairs (key, anything) -> index of an instruction -> key below the instruction -> the same."""
-    found = {}
-    for (index, *below), given in pairs:
-        found.setdefault(index, {})[tuple(below)] = given
-    return found
 
 
 def calls_of(frame, path, cells):
@@ -97,7 +89,7 @@ def partition(frame, again, units):
     @cache
     def visit(frame, alone, in_place):
         entries = list(frame.instructions)
-        for index, below in _by_index(alone).items():
+        for index, below in by_call(alone).items():
             how = below.pop((), None)
             if how in ("again", "once"):
                 inner = compiled(entries[index].frame, how)

@@ -240,6 +240,17 @@ def called_cells(frame):
     return [((), "")] + [(at.key, at.called_path) for at in _walk(frame, (), "") if isinstance(at.entry, CallPlan)]
 
 
+def by_call(pairs):
+    """Pairs (key of an instruction, anything) -> index of each key's first call -> the same with the keys from there.
+
+    An instruction of the plan itself has the key `()` there; the plan's own key `()` is left out.
+    """
+    found = {}
+    for (index, *below), given in (pair for pair in pairs if pair[0]):
+        found.setdefault(index, {})[tuple(below)] = given
+    return found
+
+
 def joined_path(path, inner):
     """The path of the Cell or parameter `inner`, relative to the Cell at `path`; both may be empty."""
     return f"{path}.{inner}" if path and inner else path or inner

@@ -1,9 +1,11 @@
 """The producers of every instruction's inputs, and the layers of a program. Pure Python."""
 
 from dataclasses import dataclass
+from itertools import repeat
 from math import prod
 
 from mindformers_core.dtypes import ITEM_BYTES
+from mindformers_core.program.environment import follow
 
 _LARGEST_PART = 3  # operators of a Cell that is called several times and is no layer: a projection
 
@@ -39,30 +41,27 @@ def links_of(frame):
     producers, nbytes, groups, layer_bounds, layer_results = {}, {}, {}, {0}, set()
 
     def visit(frame, made, before, position, in_layer):
-        """`made`: `(number of Value, layout) -> key` of the tensors that the caller passes; extended in place."""
+        """Keys of the instructions that produce the results of a call; `made`: of the tensors that it is passed."""
         equal = [] if in_layer else [call.frame for call in frame.calls]
-        for index, entry in enumerate(frame.instructions):
+
+        def instruction(index, entry, taken):
             key, inner = (*before, index), entry.frame
             if inner is None:
-                taken = [made.get((value.id, layout)) for value, layout in entry.consumed]
                 producers[key] = tuple(dict.fromkeys(each for each in taken if each is not None))
                 nbytes[key] = sum(
                     prod(at.local_shape(value.shape)) * ITEM_BYTES[value.dtype] for value, at in entry.produced
                 )
                 groups[key] = (*position, index)
-                made |= {(value.id, layout): key for value, layout in entry.produced}
-                continue
-            passed = {(own.id, at): made[value.id, at] for own, value, at in entry.passed if (value.id, at) in made}
+                return repeat(key)
             is_layer = equal.count(inner) > 1 and _size(inner) > _LARGEST_PART
             start, here = len(producers), (*position, ("equal", id(inner)) if is_layer else index)
-            visit(inner, passed, key, here, in_layer or is_layer)
-            results = [passed.get((value.id, layout)) for value, layout in inner.returned]
-            for (value, layout), result in zip(entry.produced, results):
-                if result is not None:
-                    made[value.id, layout] = result
+            results = visit(inner, taken, key, here, in_layer or is_layer)
             if is_layer:
                 layer_bounds.update((start, len(producers)))
                 layer_results.update(results)
+            return results
+
+        return follow(frame, made, instruction)
 
     visit(frame, {}, (), (), False)
     layer_bounds.add(len(producers))

@@ -10,6 +10,7 @@ The effort is limited: it grows with the square of a Cell's operators, of which 
 
 from dataclasses import replace
 
+from mindformers_core.grouping import grouped
 from mindformers_core.operators.resolve import alternatives
 from mindformers_core.program.structure import tree_leaves
 from mindformers_core.propagation.costs import move_cost
@@ -103,10 +104,7 @@ def _candidates(run, decision, choices, tried):
         for place, entry in enumerate(decision.entries)
         for number, value in enumerate(tree_leaves(entry.node.outputs))
     }
-    consumers = {}
-    for place, used in enumerate(decision.used[:-1]):
-        for pair in used:
-            consumers.setdefault(pair, []).append(place)
+    consumers = grouped((pair, place) for place, used in enumerate(decision.used[:-1]) for pair in used)
     for key, target in _moves_that_cost(run, decision):
         if (key, target) in tried:
             continue

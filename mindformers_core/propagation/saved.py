@@ -131,10 +131,8 @@ def _places(frame):
 
 def _distinct(places):
     """One `CellPlan` for each place, in order."""
-    firsts = {}
-    for found, place in places.items():
-        firsts.setdefault(place, found)
-    return list(firsts.values())
+    firsts = {place: found for found, place in reversed(places.items())}
+    return [firsts[place] for place in sorted(firsts)]
 
 
 def _cell_data(frame, places):

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass, replace
-from functools import cache
 
 from mindformers_core.analysis.operations import operations
 from mindformers_core.hints import bytes_shown, operations_shown
@@ -19,22 +18,6 @@ _NEAR = 3  # starting corners of the curve on either side of the budget
 
 
 @dataclass(frozen=True)
-class Part:
-    """One recomputed instruction.
-
-    Attributes:
-        key: its key.
-        saved_bytes: bytes that its recomputation frees: its result, and copies of views that operators save; 0 if only
-            recomputed instructions read the result.
-        flops: operations of one recomputation.
-    """
-
-    key: tuple
-    saved_bytes: int
-    flops: int
-
-
-@dataclass(frozen=True)
 class Choice:
     """The recomputed instructions of a program, with their effect.
 
@@ -46,7 +29,9 @@ class Choice:
         curve: Pareto points `(saved_bytes, flops)` from no recompute to the least memory, of all evaluated sets.
             Operations ascend (two points may have 0, if some instruction costs none), bytes descend.
         forward_flops: operations of the whole forward pass.
-        parts: a `Part` for each key of `dropped`, in the order of the program.
+        parts: each key of `dropped`, in the order of the program -> bytes that its recomputation frees, those of its
+            result and of copies of views that operators save (0 if only recomputed instructions read the result); and
+            the operations of one recomputation.
         problem: reason why the program has no gradients, if no set fits; else empty.
         least_bytes: the smallest reachable `saved_bytes`.
     """
@@ -57,7 +42,7 @@ class Choice:
     all_bytes: int
     curve: tuple
     forward_flops: int
-    parts: tuple
+    parts: dict
     problem: str = ""
     least_bytes: int = 0
 
@@ -75,7 +60,6 @@ def choice_within(settings, program, boundaries=(), swapped=frozenset(), is_part
     Raises:
         ValueError: no set fits the budget, see `choose`.
     """
-    algorithm = program.algorithm and cache(program.algorithm)
     places = {place.key: place for place in program.places}
     prediction = program.prediction
 
@@ -89,7 +73,7 @@ def choice_within(settings, program, boundaries=(), swapped=frozenset(), is_part
         prediction.saved_bytes,
         prediction.recomputed,
         not_kept,
-        lambda key: operations(places[key], algorithm),
+        lambda key: operations(places[key], prediction.algorithm),
         keep=kept_keys(settings, program, boundaries) | swapped,
         is_part=is_part,
     )
@@ -190,31 +174,24 @@ def _choice(dropped, links, measured, not_kept):
         all_bytes=everything[0],
         curve=tuple(dict.fromkeys([everything, *curve])),
         forward_flops=sum(map(measured.price, links.producers)),
-        parts=tuple(Part(key, saves.get(key, 0), measured.price(key)) for key in links.producers if key in dropped),
+        parts={key: (saves.get(key, 0), measured.price(key)) for key in links.producers if key in dropped},
     )
 
 
-def rows_of(choice, names):
-    """Rows `(name, freed bytes, operations)` of the recomputed instructions; their sums are those of the choice.
+def described(choice, names):
+    """Lines of text: recomputed instructions, the bytes that each frees and its operations, and the sums.
 
     Args:
         choice: a `Choice`.
         names: key of an instruction -> its name, as `"model.layers.0.mlp.silu"`; without one it is a redistribution.
-            Equal names in consecutive layers share a row, as `model.layers.0-7.mlp.silu`; rows of 0 bytes and 0
+            Equal names in consecutive layers share a line, as `model.layers.0-7.mlp.silu`; lines of 0 bytes and 0
             operations are left out.
     """
-    rows = []
-    for name, places in layers_together([names.get(part.key, "a redistribution") for part in choice.parts]):
-        inside = [choice.parts[place] for place in places]
-        rows.append((name, sum(part.saved_bytes for part in inside), sum(part.flops for part in inside)))
-    besides = choice.all_bytes - choice.saved_bytes - sum(nbytes for _, nbytes, _ in rows)
-    rows.append(("kept in their place, to compute from", besides, 0))
-    return [row for row in rows if row[1] or row[2]]
-
-
-def described(choice, names):
-    """Lines of text: recomputed instructions, freed bytes, operations, and the sums; arguments as `rows_of`."""
-    lines = [*rows_of(choice, names), ("together", choice.all_bytes - choice.saved_bytes, choice.flops)]
+    lines, parts, freed = [], [*choice.parts.items()], choice.all_bytes - choice.saved_bytes
+    for name, places in layers_together([names.get(key, "a redistribution") for key, _ in parts]):
+        lines.append((name, *map(sum, zip(*(parts[place][1] for place in places)))))
+    lines.append(("kept in their place, to compute from", freed - sum(nbytes for _, nbytes, _ in lines), 0))
+    lines = [*(line for line in lines if line[1] or line[2]), ("together", freed, choice.flops)]
     head = "computed again"
     width = max(len(head), *(len(name) for name, _, _ in lines))
     part = 100 * choice.saved_bytes / max(choice.all_bytes, 1)

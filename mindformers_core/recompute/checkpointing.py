@@ -1,7 +1,6 @@
 """Compiled Cells that run again in the backward pass: MindSpore's `recompute` around a compiled function."""
 
-from mindspore import Parameter, nn, ops
-from mindspore import recompute as mindspore_recompute
+from mindspore import Parameter, nn, ops, recompute as mindspore_recompute
 
 from mindformers_core.dtensor.move import dtype_name
 from mindformers_core.operators.signature import is_float

@@ -3,7 +3,6 @@
 from collections import Counter, deque
 
 from mindformers_core.analysis.prediction import Prediction
-from mindformers_core.analysis.saved_tensors import SavedTensorAnalysis
 from mindformers_core.hints import bytes_shown
 from mindformers_core.program.activation_policy import Annotation, ExplainedActivations
 from mindformers_core.program.name_ranges import cells_together, names_shown
@@ -29,7 +28,7 @@ def explained_activations(frame, recomputing, algorithm, path="", arguments_need
     Args:
         frame: its `CellPlan`, with keepers.
         recomputing: class name of the keepers of recomputed instructions; other keepers swap to the host.
-        algorithm, arguments_need: see `SavedTensorAnalysis`.
+        algorithm, arguments_need: see `Prediction`.
         path: path of a Cell in the program; annotations are those of its first call, with keys relative to the Cell.
         swaps: whether swapping was requested, even if no instruction is swapped.
     """
@@ -42,7 +41,7 @@ def explained_activations(frame, recomputing, algorithm, path="", arguments_need
     notes |= {key: Annotation("recomputed", max(lost[key], 0), keepers[key].takes_collectives) for key in rerun}
     on_host, swapped = Counter(), keepers.keys() - dropped
     if swapped:  # each result on the host is a copy of its own, where the device has views of one piece of memory
-        after = SavedTensorAnalysis(frame, algorithm, arguments_need).trace(dropped, swapped).live_set().kept
+        after = predicted.trace(dropped, swapped).live_set().kept
         for memory in after:
             if memory.on_host:
                 on_host[memory.key] += memory.nbytes

@@ -11,7 +11,6 @@ alive: the variable of the tensor, autograd nodes that saved it, and calls that 
 """
 
 from contextlib import contextmanager
-from types import SimpleNamespace
 from weakref import ref
 
 from mindspore import Parameter, Tensor
@@ -39,14 +38,14 @@ class Session:
     """One forward pass.
 
     Attributes:
-        running: the open calls, the innermost last.
+        running: what autograd has saved while calls were open, perhaps results of theirs: lists of `_Saved`, that of
+            the innermost call last; None where no call is open.
         made: position of a result in autograd's graph -> a weak reference to its `Handle`.
         offloaded: weak references to the entries that were copied to the host, in the order of the copies.
     """
 
     def __init__(self):
-        outside = SimpleNamespace(unsettled=None)  # no open call: saved tensors stay as they are
-        self.running, self.made, self.offloaded = [outside], {}, []
+        self.running, self.made, self.offloaded = [None], {}, []
 
 
 def session():
@@ -59,7 +58,7 @@ def _pack(tensor):
     handle = handle_of(tensor) or _handle_of_copied(tensor)
     if handle is not None:
         return _Saved(handle)
-    unsettled = session().running[-1].unsettled
+    unsettled = session().running[-1]
     if unsettled is None or tensor._grad_node is None:
         return tensor
     saved = _Saved(None, tensor)  # perhaps a result of the open call, not yet identified
@@ -90,10 +89,10 @@ def handle_of(tensor):
 
 
 class Handle:
-    """One result of a call that can be restored.
+    """One result of a call that runs again when the backward pass reads it; other kinds of results override all.
 
     Args:
-        call: the call; its method `value(index)` returns a result.
+        call: the `Recomputation`.
         index: index of the result.
     """
 
@@ -102,7 +101,7 @@ class Handle:
 
     def expect(self):
         """Register one future reader."""
-        self.call.expect(self.index)
+        self.call.expected += 1
 
     def read(self):
         """Return the value and release one reader."""
@@ -110,7 +109,7 @@ class Handle:
 
     def release(self):
         """Release one reader without reading."""
-        self.call.release(self.index)
+        self.call.release()
 
 
 class _Saved:
@@ -154,39 +153,29 @@ def kept(function, inputs, kind):
     Args:
         function: function that returns a tensor, or a tuple or list of tensors.
         inputs: its arguments: tensors, and pytrees of tensors.
-        kind: class of the object that restores the results, such as `Recomputation`.
+        kind: function of these two that returns an object with the method `handles`, such as `Recomputation`.
     """
     now = session()
     if now is None or not _pynative_executor.grad_flag():
         return function(*inputs)
-    call = kind(function, inputs)
-    now.running.append(call)
+    call, unsettled = kind(function, inputs), []
+    now.running.append(unsettled)
     try:
         result = function(*inputs)
     finally:
         now.running.pop()
-    return _settled(call, result)
-
-
-def _settled(call, result):
-    """Attach a handle to each result of a call, and replace the results that the call itself saved."""
-    many = isinstance(result, (tuple, list))
-    tensors = list(result) if many else [result]
-    call.settle(tensors)
-    for index, tensor in enumerate(tensors):
+    tensors = list(result) if isinstance(result, (tuple, list)) else [result]
+    for handle, tensor in zip(call.handles(tensors), tensors):
         if isinstance(tensor, Parameter):  # returned unchanged: it outlives the session, and so would a handle
             continue
-        handle = Handle(call, index)
         tensor.kept_by = handle
         tensor._set_user_data(_KEY, ref(handle))
-        node = str(tensor._grad_node)
-        session().made[node, tensor._output_index] = ref(handle)
-        for saved in call.unsettled:
-            if saved.tensor._output_index == tensor._output_index and str(saved.tensor._grad_node) == node:
+        node, index = str(tensor._grad_node), tensor._output_index
+        now.made[node, index] = ref(handle)
+        for saved in [each for each in unsettled if each.handle is None]:  # results that the call itself saved
+            if saved.tensor._output_index == index and str(saved.tensor._grad_node) == node:
                 saved.settle(handle)
-        call.unsettled = [saved for saved in call.unsettled if saved.handle is None]
-    call.unsettled = []
-    return type(result)(tensors) if many else tensors[0]
+    return result
 
 
 class Recomputation:
@@ -197,30 +186,26 @@ class Recomputation:
 
     Attributes:
         expected: number of future readers; the last one frees the results.
-        unsettled: tensors that autograd saved while the call was open.
     """
 
     def __init__(self, function, inputs):
-        self.function, self.expected, self.unsettled = function, 0, []
+        self.function, self.expected = function, 0
         self.inputs = tree_map(_as_input, inputs)
         self._results, self._is_over = None, False
 
-    def settle(self, tensors):
-        """End of the call; its results are not stored."""
-
-    def expect(self, index):
-        """Register one future reader of a result."""
-        self.expected += 1
+    def handles(self, tensors):
+        """A `Handle` for every result; the results are not stored."""
+        return [Handle(self, index) for index in range(len(tensors))]
 
     def value(self, index):
         """Return one result and release one reader."""
         if self._results is None:
             self._run()
         result = self._results[index]
-        self.release(index)
+        self.release()
         return result
 
-    def release(self, index):
+    def release(self):
         """Release one reader."""
         self.expected -= 1
         if self.expected <= 0:

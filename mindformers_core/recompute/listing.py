@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass
 
-from mindformers_core.analysis.prediction import saved_activations
+from mindformers_core.analysis.prediction import Prediction
 from mindformers_core.capture.algorithm_graph import algorithm_of
 from mindformers_core.files import write_whole
 from mindformers_core.program.operator_names import operator_names, operator_texts
@@ -67,7 +67,7 @@ def list_operators(cell, *inputs, **named_inputs):
     """
     frame = _plan(cell, inputs, named_inputs)
     saved, cells, names = Counter(), Counter(), operator_names(frame)
-    for tensor in saved_activations(frame, algorithm=algorithm_of):
+    for tensor in Prediction(frame, algorithm_of).saved():
         saved[tensor.owner] += tensor.nbytes
     listed = OperatorList(ListedOperator(e.text, e.operator, saved[e.place.key], _others(e)) for e in names)
     for key, path in called_cells(frame):

@@ -5,11 +5,10 @@ freed on the device. The backward pass reads saved tensors in reverse order: eac
 ones (Rhu et al., "vDNN", 2016; `backward_prefetch` in MindSpore Transformers).
 """
 
-from functools import partial
 from weakref import ref
 
 from mindformers_core.recompute.host_copies import to_device, to_host
-from mindformers_core.recompute.keeping import kept, session
+from mindformers_core.recompute.keeping import Handle, kept, session
 
 
 class OnHost:
@@ -23,65 +22,55 @@ class OnHost:
         self.prefetch = prefetch
 
     def __call__(self, function, *inputs):
-        return kept(function, inputs, partial(Offloading, prefetch=self.prefetch))
+        return kept(function, inputs, lambda *_: self)
+
+    def handles(self, tensors):
+        """An `Offloaded` for every result of a call."""
+        return [Offloaded(tensor, self.prefetch) for tensor in tensors]
 
 
-class Offloading:
-    """A call whose results are copied to the host when autograd saves them.
+class Offloaded(Handle):
+    """A result that is copied to the host when autograd saves it; for some time an `Arriving` copy is on the device.
 
     Args:
-        function, inputs: function and arguments of the call; not stored.
+        tensor: the result; not stored.
         prefetch: as in `OnHost`.
 
     Attributes:
-        unsettled: tensors that autograd saved while the call was open.
+        expected: number of future readers; the last one frees the copy on the device.
     """
 
-    def __init__(self, function, inputs, prefetch):
-        self.unsettled, self._prefetch, self._entries = [], prefetch, {}
-        self._offloaded = session().offloaded
+    def __init__(self, tensor, prefetch):
+        self.tensor, self._device_name, self._prefetch = ref(tensor), tensor.device, prefetch
+        self.host = self.device = self.place = None
+        self.expected, self._offloaded = 0, session().offloaded
 
-    def settle(self, tensors):
-        """End of the call."""
-        self._entries = {index: _Entry(tensor) for index, tensor in enumerate(tensors)}
+    def expect(self):
+        """Register one future reader, and copy the result to the host."""
+        self.expected += 1
+        if self.host is None:
+            self.host = to_host(self.tensor())
+            self.place = len(self._offloaded)
+            self._offloaded.append(ref(self))
 
-    def expect(self, index):
-        """Register one future reader of a result, and copy the result to the host."""
-        entry = self._entries[index]
-        entry.expected += 1
-        if entry.host is None:
-            entry.host = to_host(entry.tensor())
-            entry.place = len(self._offloaded)
-            self._offloaded.append(ref(entry))
-
-    def value(self, index):
-        """Return one result, release one reader, and start copying back the next results."""
-        entry = self._entries[index]
-        result = entry.fetch().use()
-        self.release(index)
-        for before in range(entry.place - 1, max(entry.place - self._prefetch, 0) - 1, -1):
+    def read(self):
+        """Return the value, release one reader, and start copying back the next ones."""
+        result = self.fetch().use()
+        self.release()
+        for before in range(self.place - 1, max(self.place - self._prefetch, 0) - 1, -1):
             ahead = self._offloaded[before]()
             if ahead is not None and ahead.expected > 0:
                 ahead.fetch()
         return result
 
-    def release(self, index):
-        """Release one reader."""
-        entry = self._entries[index]
-        entry.expected -= 1
-        if entry.expected <= 0:
-            entry.device = None
-
-
-class _Entry:
-    """One result: its copy on the host, and for some time an `Arriving` copy on the device."""
-
-    def __init__(self, tensor):
-        self.tensor, self._device_name = ref(tensor), tensor.device
-        self.host = self.device = self.place = None
-        self.expected = 0
+    def release(self):
+        """Release one reader without reading."""
+        self.expected -= 1
+        if self.expected <= 0:
+            self.device = None
 
     def fetch(self):
+        """Start copying back, unless that has begun: the `Arriving` copy."""
         if self.device is None:
             self.device = to_device(self.host, self._device_name)
         return self.device

@@ -8,6 +8,7 @@ operations. The minimum cut for one price is the idea of PyTorch's partitioner (
 """
 
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 
 from mindformers_core.recompute.minimum_cut import minimum_cost_closure
@@ -20,12 +21,16 @@ class Measured:
 
     Args:
         saved_bytes, recomputed, price: see `budget.choose`.
+
+    Attributes:
+        price: function of the key of an instruction: its operations.
+        asked: number of evaluations so far.
     """
 
     def __init__(self, saved_bytes, recomputed, price):
-        self._saved_bytes, self._recomputed, self._price = saved_bytes, recomputed, price
-        self._nbytes, self._rerun, self._prices = {}, {}, {}
-        self.asked = 0
+        self._saved_bytes, self._recomputed = saved_bytes, recomputed
+        self._nbytes, self._rerun = {}, {}
+        self.price, self.asked = cache(lambda key: round(price(key))), 0
 
     def nbytes(self, dropped):
         """Saved bytes without the results of `dropped`, a frozenset of keys."""
@@ -44,12 +49,6 @@ class Measured:
     def flops(self, dropped):
         """Recomputed operations."""
         return sum(map(self.price, self.recomputed(dropped)))
-
-    def price(self, key):
-        """Operations of one instruction."""
-        if key not in self._prices:
-            self._prices[key] = round(self._price(key))
-        return self._prices[key]
 
     def points(self):
         """`(bytes, operations, dropped)` of all evaluated sets."""
@@ -80,13 +79,8 @@ class RematProblem:
 
     def dropped(self, groups):
         """The instructions of `groups`, and their views, as a frozenset."""
-        found = (group for group in self.keys if group in self.droppable and self._memory(group) in groups)
+        found = (group for group in self.keys if group in self.droppable and _owners(group, self.bases)[-1] in groups)
         return frozenset(key for group in found for key in self.keys[group])
-
-    def _memory(self, group):
-        while group in self.bases:
-            group = self.bases[group]
-        return group
 
 
 def trade_of(links, measured, keep):
@@ -100,7 +94,8 @@ def trade_of(links, measured, keep):
         measured: a `Measured`.
         keep: instructions that are never recomputed, nor are the owners of their memory.
     """
-    kept = _with_memory(keep, links, measured)
+    views = {key: made_from[0] for key, made_from in links.producers.items() if made_from and not measured.price(key)}
+    kept = {owner for key in keep for owner in _owners(key, views)}
     groups, keys, producers = _groups(links, kept), {}, {}
     for key, group in groups.items():
         keys.setdefault(group, []).append(key)
@@ -108,11 +103,7 @@ def trade_of(links, measured, keep):
     droppable = frozenset(group for group in keys if kept.isdisjoint(keys[group]))
     prices = {group: sum(map(measured.price, members)) for group, members in keys.items()}
     bases = {group: next(iter(producers[group])) for group in keys if producers[group] and not prices[group]}
-    needed = _needed(keys, producers, measured)
-    for group in list(needed):
-        while group in bases:
-            group = bases[group]
-            needed.add(group)
+    needed = {owner for group in _needed(keys, producers, measured) for owner in _owners(group, bases)}
     sizes = {group: sum(map(links.nbytes.get, members)) for group, members in keys.items()}
     sizes |= dict.fromkeys(bases, 0)
     return RematProblem(keys, producers, bases, sizes, prices, frozenset(needed), droppable)
@@ -129,15 +120,12 @@ def _groups(links, kept):
     return found
 
 
-def _with_memory(keep, links, measured):
-    """Instructions, and the possible owners of their memory: an instruction without operations may be a view."""
-    kept = set()
-    for key in keep:
-        kept.add(key)
-        while not measured.price(key) and links.producers[key]:
-            key = links.producers[key][0]
-            kept.add(key)
-    return kept
+def _owners(view, bases):
+    """A view, its base, the base of that, and so on, a list; `bases`: view -> base."""
+    found = [view]
+    while found[-1] in bases:
+        found.append(bases[found[-1]])
+    return found
 
 
 def _needed(keys, producers, measured):

@@ -171,13 +171,12 @@ class ChosenActivations(ActivationPolicy):
         """See `ActivationPolicy`."""
         return self._summary
 
-    def check_stages(self, summaries):
+    def check_stages(self, summaries, is_compiled):
         """See `ActivationPolicy`."""
         self._check_gathers()
         check_stages(self.settings, self.swapping, summaries)
-
-    def check_compiled_stage(self, summaries):
-        """See `ActivationPolicy`."""
+        if not is_compiled:
+            return
         self._check_compilable()
         known = [summary for summary in summaries if summary is not None]
         if all(summary["compiled"] for summary in known):

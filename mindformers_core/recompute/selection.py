@@ -4,6 +4,7 @@ from functools import cached_property
 
 from mindformers_core.analysis.prediction import Prediction
 from mindformers_core.analysis.views import is_cast_to_its_dtype
+from mindformers_core.grouping import grouped
 from mindformers_core.operators.registry import facts_of
 from mindformers_core.program.operator_names import operator_names
 from mindformers_core.program.plan import (
@@ -217,12 +218,8 @@ def layers_of(containers):
         containers: `(path, names)` of the outermost containers of consecutive layers; a numeric name is the layer's
             number, other names count in order.
     """
-    layers = {}
-    for path, names in containers:
-        for place, name in enumerate(names):
-            number = int(name) if name.isdigit() else place
-            layers.setdefault(number, []).append(f"{path}.{name}" if path else name)
-    return layers
+    found = ((path, place, name) for path, names in containers for place, name in enumerate(names))
+    return grouped((int(name) if name.isdigit() else place, joined_path(path, name)) for path, place, name in found)
 
 
 def layer_paths(asked, layers):

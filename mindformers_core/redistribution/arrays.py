@@ -20,10 +20,10 @@ def exchange(kind, tensors, *arguments):
     """The results of a collective on all ranks of a group.
 
     Args:
-        kind: `all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all`, `permute` or `broadcast`.
+        kind: `all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all` or `permute`.
         tensors: the inputs, NumPy arrays.
         arguments: `op`; `dim`; `dim, op`; `dim, to_dim`; `destinations`, for every place of the group the place that
-            gets its tensor; `root`.
+            gets its tensor.
 
     Returns:
         The list of results.
@@ -47,7 +47,6 @@ _EXCHANGES = {
     "reduce_scatter": lambda tensors, dim, op: np.split(reduce_arrays(tensors, op), len(tensors), dim),
     "all_to_all": _all_to_all,
     "permute": _permute,
-    "broadcast": lambda tensors, root: [tensors[root]] * len(tensors),
 }
 
 

@@ -23,6 +23,7 @@ class StepKind:
         target: their placement after.
         forward: the collective, or the local operation, that runs forward.
         backward: the same for the gradient.
+        attributes: names of the attributes of a `Step` that say which part of a tensor, or which reduction, it is.
         by_op: for some partial ops, `(forward, backward)` in place of these.
         ops: the partial ops of which the step is possible.
     """
@@ -31,6 +32,7 @@ class StepKind:
     target: str
     forward: str
     backward: str
+    attributes: tuple = ()
     by_op: tuple = ()
     ops: tuple = ALL_OPS
 
@@ -47,21 +49,22 @@ TO_PARTIAL_BY_OP = (("avg", ("identity", "scale")), *((op, ("identity", "all_red
 # A maximum sends its gradient to the ranks that hold it, in equal shares: these have to be counted, by an all-reduce.
 # A copy that became partial max collects such shares, so its gradient is their sum.
 STEP_KINDS = {
-    "slice": StepKind("replicate", "shard", "slice", "all_gather"),
-    "slice_varying": StepKind("varying", "shard", "slice", "pad"),
-    "all_gather": StepKind("shard", "replicate", "all_gather", "slice"),
-    "all_gather_varying": StepKind("shard", "varying", "all_gather", "reduce_scatter"),
-    "all_to_all": StepKind("shard", "shard", "all_to_all", "all_to_all"),
-    "permute": StepKind("shard", "shard", "permute", "permute"),
-    "reduce_scatter": StepKind("partial", "shard", "reduce_scatter", "all_gather"),
-    "all_reduce": StepKind("partial", "replicate", "all_reduce", "identity", ALL_REDUCE_BY_OP),
-    "all_reduce_varying": StepKind("partial", "varying", "all_reduce", "all_reduce", ops=("sum", "avg")),
+    "slice": StepKind("replicate", "shard", "slice", "all_gather", ("dim",)),
+    "slice_varying": StepKind("varying", "shard", "slice", "pad", ("dim",)),
+    "all_gather": StepKind("shard", "replicate", "all_gather", "slice", ("dim",)),
+    "all_gather_varying": StepKind("shard", "varying", "all_gather", "reduce_scatter", ("dim",)),
+    "all_to_all": StepKind("shard", "shard", "all_to_all", "all_to_all", ("dim", "to_dim")),
+    "permute": StepKind("shard", "shard", "permute", "permute", ("source", "target")),
+    "reduce_scatter": StepKind("partial", "shard", "reduce_scatter", "all_gather", ("dim", "op")),
+    "all_reduce": StepKind("partial", "replicate", "all_reduce", "identity", ("op",), ALL_REDUCE_BY_OP),
+    "all_reduce_varying": StepKind("partial", "varying", "all_reduce", "all_reduce", ("op",), ops=("sum", "avg")),
     "mark_varying": StepKind("replicate", "varying", "identity", "all_reduce"),
     "unmark_varying": StepKind("varying", "replicate", "identity", "scale"),
-    "to_partial": StepKind("replicate", "partial", "mask", "identity", TO_PARTIAL_BY_OP),
+    "to_partial": StepKind("replicate", "partial", "mask", "identity", ("op",), TO_PARTIAL_BY_OP),
     "to_partial_varying": StepKind("varying", "partial", "mask", "mask", ops=("sum",)),
-    "pad": StepKind("shard", "partial", "pad", "slice", ops=("sum",)),
-    "view": StepKind("", "", "view", "view"),  # the same elements in other dims, around the steps of strided ones
+    "pad": StepKind("shard", "partial", "pad", "slice", ("dim",), ops=("sum",)),
+    # the same elements in other dims, around the steps of strided ones
+    "view": StepKind("", "", "view", "view", ("shape", "to_shape")),
 }
 
 # Of each collective: how often a rank sends in turn, and how many n-ths of the *larger* of its input and output leave a

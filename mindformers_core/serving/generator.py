@@ -1,8 +1,7 @@
 """Continuing prompts with a model on any mesh: one pass over all slots of the prompts, then one for every token."""
 
 import numpy as np
-from mindspore import Tensor, ops
-from mindspore import dtype as mstype
+from mindspore import Tensor, dtype as mstype, ops
 
 from mindformers_core.communication.point_to_point import channel
 from mindformers_core.passes.stage_function import StageFunction

@@ -5,6 +5,7 @@ The report of a hang needs them, see `hangs`.
 
 from itertools import chain, count
 
+from mindformers_core.grouping import grouped
 from mindformers_core.program.plan import Redistribution, called_graphs, joined_path
 from mindformers_core.program.structure import tree_leaves
 
@@ -36,9 +37,8 @@ def _numbered(program):
     sites, numbers = {}, count(1)
 
     def visit(path, frame, graph):
-        lines, called = {}, called_graphs(frame, graph)
-        for line, place in program.source.sites[program.source.functions[frame]]:
-            lines.setdefault(place, []).append(line)
+        called, written = called_graphs(frame, graph), program.source.sites[program.source.functions[frame]]
+        lines = grouped((place, line) for line, place in written)
         for place, entry in enumerate(frame.instructions):
             for line in lines.get(place, ()):
                 described = f"{path or 'the root Cell'}{_consumer(frame, place, entry)}"

@@ -47,13 +47,20 @@ def _cell(number):
     return tree(), path
 
 
-class _ChooseProgram(PrimitiveWithInfer):
-    """The name of the method that runs a call of the Cell with this number: a constant after type inference."""
+class ConstantOfPython(PrimitiveWithInfer):
+    """An operator whose result is a constant: while types are inferred, its `__infer__` gives it."""
 
     def __init__(self):
         super().__init__(type(self).__name__)
         self.set_const_prim(True)
         self.add_prim_attr("constexpr_prim", True)
+
+
+class _ChooseProgram(ConstantOfPython):
+    """The name of the method that runs a call of the Cell with this number."""
+
+    def __init__(self):
+        super().__init__()
         self.add_prim_attr("forbid_reuse_result", True)
 
     def __call__(self, number, args, kwargs):

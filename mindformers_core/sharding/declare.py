@@ -66,6 +66,12 @@ def owner_and_name(path, cells):
     return owner, name
 
 
+def parameter_at(path, cells):
+    """The Parameter at a path that its Cell, one of `cells`, computes with."""
+    owner, name = owner_and_name(path, cells)
+    return cells[owner]._params[name]
+
+
 def _is_hook(cell, plan):
     """Whether a Cell's method `shard` is a hook: MindSpore's own isn't, its strategies are those of the Cell's
     primitives; nor, beside a plan, any with other parameters than `(self, config)`, which a library made for itself."""

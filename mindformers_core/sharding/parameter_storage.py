@@ -5,8 +5,7 @@
 
 from contextlib import nullcontext
 
-from mindspore import Tensor, ops
-from mindspore import dtype as mstype
+from mindspore import Tensor, dtype as mstype, ops
 
 from mindformers_core.communication.world import process_state
 from mindformers_core.dtensor.dtensor import DTensor

@@ -17,6 +17,7 @@ from mindformers_core.dtensor.dtensor import DTensor, wrap
 from mindformers_core.dtensor.move import device_model, dtype_name
 from mindformers_core.generation.load import load_module
 from mindformers_core.generation.module_source import ModuleSource
+from mindformers_core.grouping import grouped
 from mindformers_core.operators import TensorMeta, tensor_meta
 from mindformers_core.program.partition import calls_of, partition
 from mindformers_core.program.plan import joined_path, walk_graphs
@@ -82,10 +83,7 @@ class Program:
     @cached_property
     def calls_by_plan(self):
         """(Cell path, CellPlan) -> the `CellGraph`s of the calls, in order."""
-        found = {}
-        for path, frame, graph in self.calls():
-            found.setdefault((path, frame), []).append(graph)
-        return found
+        return grouped(((path, frame), graph) for path, frame, graph in self.calls())
 
     def wrapped(self, result):
         """The local result as a structure of DTensors."""

@@ -20,7 +20,7 @@ from mindformers_core.program.structure import tree_key, tree_map
 from mindformers_core.scopes import errors_at, replaced
 from mindformers_core.sharding.boundary import Boundary
 from mindformers_core.sharding.compiling import register_cell
-from mindformers_core.sharding.declare import owner_and_name
+from mindformers_core.sharding.declare import parameter_at
 from mindformers_core.sharding.first_inputs import compare_inputs
 from mindformers_core.sharding.parameter_storage import ParameterStorage
 from mindformers_core.sharding.program import bind_arguments, describe, make_program
@@ -276,10 +276,10 @@ class ShardedTree:
         for path, frame, graph in calls:
             self._methods[path][names[frame]] = program.functions[names[frame]]
             for use in graph.parameters:
-                self.storage.on_read(self._parameter(program, use.path), path)
+                self.storage.on_read(parameter_at(joined_path(program.path, use.path), self.cells), path)
             for attribute, kind, index in program.source.borrowed.get(frame, ()):
                 if kind == "parameter":
-                    borrowed = self._parameter(program, graph.parameters[index].path)
+                    borrowed = parameter_at(joined_path(program.path, graph.parameters[index].path), self.cells)
                 else:
                     _, called = list(called_graphs(frame, graph))[index]
                     borrowed = self.cells[joined_path(program.path, called.path)]
@@ -288,10 +288,6 @@ class ShardedTree:
             self.deferred_gradients.attach(program)
         for path in {path for path, _, _ in calls}:
             self._set_class(path)
-
-    def _parameter(self, program, path):
-        owner, name = owner_and_name(joined_path(program.path, path), self.cells)
-        return self.cells[owner]._params[name]
 
     def running_call(self, path, function):
         """A call of the running program.
@@ -307,7 +303,11 @@ class ShardedTree:
         names = program.source.functions
         calls = (call[1:] for call in program.calls() if (call[0], names[call[1]]) == (path, function))
         frame, graph = next(calls)
-        return frame, weights_of_call(frame, graph, lambda inner: self._parameter(program, inner))
+
+        def weight_at(inner):
+            return parameter_at(joined_path(program.path, inner), self.cells)
+
+        return frame, weights_of_call(frame, graph, weight_at)
 
     def forget_programs(self):
         """Drop all programs."""

@@ -12,11 +12,11 @@ from weakref import WeakKeyDictionary
 
 from mindspore import Parameter, Tensor, amp, nn
 from mindspore.ops.function import clip_func
-from mindspore.ops.primitive import PrimitiveWithInfer
 
 from mindformers_core.communication.world import process_state
 from mindformers_core.program.structure import tree_leaves
 from mindformers_core.scopes import entered
+from mindformers_core.sharding.compiling import ConstantOfPython
 
 # classes whose step takes norms, means or matrices of a tensor, by the algorithm's name: own ones are alike
 _BY_TENSOR = frozenset({
@@ -69,13 +69,8 @@ def described_part(parameter):
     return f"'{parameter.name}', {whole}, of which this rank has the part {part}, {parameter.layout}"
 
 
-class _CheckWhole(PrimitiveWithInfer):
+class _CheckWhole(ConstantOfPython):
     """True, or an error where tensors are gradients of parts. Compiled functions call it while types are inferred."""
-
-    def __init__(self):
-        super().__init__(type(self).__name__)
-        self.set_const_prim(True)
-        self.add_prim_attr("constexpr_prim", True)
 
     def __call__(self, function, tensors):
         leaves = tree_leaves(tensors, Tensor)

@@ -3,6 +3,7 @@
 from mindspore import float32, float64, nn, ops
 
 from mindformers_core.communication import communicator
+from mindformers_core.grouping import grouped
 
 
 class ClipByGlobalNorm(nn.Cell):
@@ -32,10 +33,9 @@ class ClipByGlobalNorm(nn.Cell):
         super().__init__()
         self.max_norm = max_norm
         counted = (True,) * len(parameters) if counted is None else counted
-        places = {}
-        for place, (parameter, is_counted) in enumerate(zip(parameters, counted, strict=True)):
-            if is_counted and parameter.size:  # MindSpore leaves a sum of no elements unwritten
-                places.setdefault(sharding_of(parameter), []).append(place)
+        pairs = enumerate(zip(parameters, counted, strict=True))
+        # MindSpore leaves a sum of no elements unwritten
+        places = grouped((sharding_of(each), place) for place, (each, counts) in pairs if counts and each.size)
         self.places = tuple(tuple(entry) for entry in places.values())
         self.sums = nn.CellList([sum_cell(mesh, axes) for mesh, axes in places])
         self.sum_of_all = sum_cell(mesh, tuple(over))

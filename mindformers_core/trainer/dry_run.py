@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import mindspore as ms
 
 from mindformers_core.analysis.memory import recomputed_at_once
-from mindformers_core.analysis.prediction import saved_bytes
+from mindformers_core.analysis.prediction import Prediction
 from mindformers_core.capture.algorithm_graph import algorithm_of
 from mindformers_core.communication.world import rank_of
 from mindformers_core.dtypes import ITEM_BYTES
@@ -113,7 +113,7 @@ def _facts_of_rank(recipe, cells, live):
             frame = prepare(net, *given, compiled=recipe.context.mode == 0).frame
             explained, layers = policy.explained(frame), {path for paths in policy.layers.values() for path in paths}
             kept += sum(math.prod(each.shape) * ITEM_BYTES[each.dtype] for each in given)
-            kept += saved_bytes(frame, explained.dropped, algorithm_of, arguments_need=False)
+            kept += Prediction(frame, algorithm_of, arguments_need=False).saved_bytes(explained.dropped)
             recomputed = max(recomputed, recomputed_at_once(frame, layers, explained.notes))
             if explained.lines and recipe.parallelism.pipeline_parallel > 1:
                 lines += [f"stage {stage}:", *(f"  {line}" for line in explained.lines)]

@@ -21,21 +21,12 @@ from mindformers_core.hints import first_of
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.optimizers.adamw import AdamW, decay_lines
 from mindformers_core.sharding.replicas import check_replicas
+from mindformers_core.trainer import records
 from mindformers_core.trainer.checkpoints import open_source, reserve_memory, resume, save_job
 from mindformers_core.trainer.data import dataset_of, local_batch
 from mindformers_core.trainer.recipe import Recipe, accumulation_steps, learning_rate, recipe_mesh
 from mindformers_core.trainer.recipe_loader import recipe_keys, recipe_to_yaml
 from mindformers_core.trainer.recording import start_recording
-from mindformers_core.trainer.records import (
-    draw_losses,
-    metrics_writer,
-    open_run_folder,
-    progress_writer,
-    record_errors,
-    report_activations,
-    require_extras,
-    tensorboard_writer,
-)
 from mindformers_core.trainer.step import build_cells, step_function
 
 
@@ -66,7 +57,7 @@ def prepare(recipe):
             swap is impossible in the model, then on all ranks of a pipeline.
         ModuleNotFoundError: an extra that the recipe needs is not installed.
     """
-    require_extras(recipe)
+    records.require_extras(recipe)
     world, mesh = enter_world(recipe)
     checkpoint = open_source(recipe)
     return begin_job(recipe, mesh, world.rank, dataset_of(recipe), checkpoint)
@@ -132,7 +123,7 @@ def run_steps(job):
         return _run_steps(job, _open_records(job, held))
 
 
-def _run_steps(job, records):
+def _run_steps(job, recorders):
     recipe, folder = job.recipe, job.recipe.training.output_dir
     losses, started = [], time.perf_counter()
     try:
@@ -142,8 +133,8 @@ def _run_steps(job, records):
             row = train_step(job)
             losses.append(row["loss"])
             if len(losses) == 1:  # the first step has generated all programs
-                report_activations(recipe, job.mesh, job.rank, job.cells)
-            for record in records:
+                records.report_activations(recipe, job.mesh, job.rank, job.cells)
+            for record in recorders:
                 record(row)
             if "not_finite" in row:
                 raise FloatingPointError(row["not_finite"])
@@ -164,10 +155,10 @@ def _run_steps(job, records):
         f"loss {losses[0]:.4f} -> {losses[-1]:.4f}; run folder {folder}"
     )
     if job.rank == 0:
-        with record_errors(folder):
+        with records.record_errors(folder):
             write_whole(os.path.join(folder, "summary.txt"), summary + "\n")
             if recipe.monitor.plot:
-                draw_losses(folder)
+                records.draw_losses(folder)
     return summary
 
 
@@ -223,7 +214,7 @@ def _open_records(job, held):
         Functions that each record a row of metrics; none on other ranks.
     """
     found, ranks, optimizer = [], ranks_of(job.mesh, job.rank), job.optimizer
-    with record_errors(job.recipe.training.output_dir):
+    with records.record_errors(job.recipe.training.output_dir):
         on_all_ranks(ranks, lambda: found.extend(_records(job, held)) if job.rank == 0 else None)
     own = {each.name: decays for each, decays in zip(optimizer.parameters, optimizer.decays, strict=True)}
     decaying = {name: decays for each in ranks.gather(own).values() for name, decays in each.items()}
@@ -236,12 +227,12 @@ def _records(job, held):
     recipe, folder = job.recipe, job.recipe.training.output_dir
     own, loaded = map(os.path.realpath, (folder, recipe.checkpoint.load_path))
     carries_on = job.step > 0 and os.path.commonpath([own, loaded]) == own  # from a checkpoint in its own folder
-    held.enter_context(open_run_folder(folder, recipe_to_yaml(recipe), keep=carries_on))
+    held.enter_context(records.open_run_folder(folder, recipe_to_yaml(recipe), keep=carries_on))
     if carries_on and (others := set_aside(folder, job.step)):
         print(f"checkpoints of later steps are now {', '.join(others)}")
     kind = "micro-batches" if recipe.parallelism.pipeline_parallel == 1 else "pipeline runs"
     count = accumulation_steps(recipe, job.mesh.axis_size("dp"))
     print(f"{recipe.training.steps} steps of {count} {kind} on ranks {job.mesh}; run folder {folder}")
-    records = [metrics_writer(folder, after_step=job.step)]
-    records += [tensorboard_writer(folder)] if recipe.monitor.tensorboard else []
-    return [*records, progress_writer(recipe.training.steps, recipe.monitor.log_interval)]
+    recorders = [records.metrics_writer(folder, after_step=job.step)]
+    recorders += [records.tensorboard_writer(folder)] if recipe.monitor.tensorboard else []
+    return [*recorders, records.progress_writer(recipe.training.steps, recipe.monitor.log_interval)]

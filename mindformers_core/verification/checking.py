@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from mindformers_core.program.plan import OperatorPlan
-from mindformers_core.verification.comparison import TermSums, close, expected_part, gradient_terms, is_tie
+from mindformers_core.verification.comparison import close, expected_part, gradient_terms, is_tie, summed
 from mindformers_core.verification.report import fault_lines
 from mindformers_core.verification.rounding import FACTOR
 
@@ -102,7 +102,7 @@ class Check:
     ties: list = field(default_factory=list)
     roots: dict = field(default_factory=dict)
     sources: dict = field(default_factory=dict)
-    _sums: TermSums = field(default_factory=TermSums)
+    _waiting: dict = field(default_factory=dict)  # terms of partial tensors, see `summed`
     _counts: Counter = field(default_factory=Counter)  # rank -> faults
 
     def looks_inside(self, label):
@@ -188,10 +188,10 @@ class Check:
         key, array = (what, stage, label, path, key), tensor.asnumpy()
         self.compared += 1
         if layout is not None and layout.partial:
-            array = self._sums.add(key, layout, rank, array)
+            array = summed(self._waiting, key, layout, rank, array)
             if array is None:
                 return
-        expected = value if layout is None else expected_part(value, layout, rank)
+        expected = expected_part(value, layout, rank)
         tolerance, rounding = limits or (self.precision.tolerance, self.precision.rounding)
         if close(array, expected, tolerance, rounding * scale):
             return

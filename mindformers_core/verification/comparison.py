@@ -88,21 +88,22 @@ def is_tie(value, found, inputs):
 
 
 def expected_part(value, layout, rank):
-    """The part of a global value that a rank holds, of partial tensors the sum of the terms."""
-    return value[(*_slices(layout, value.shape, rank), ...)]  # an array, of no dims, too
+    """The part of a global value that a rank holds, of partial tensors the sum of the terms; all without a layout."""
+    # an array, of no dims, too
+    return value if layout is None else value[(*_slices(layout, value.shape, rank), ...)]
 
 
-class TermSums:
-    """Collects the terms of partial tensors until all ranks have given theirs."""
+def summed(waiting, key, layout, rank, term):
+    """The reduced tensor of a partial one when the last rank has given its term, else None.
 
-    def __init__(self):
-        self._terms = {}  # key -> rank -> term
-
-    def add(self, key, layout, rank, term):
-        """Add the term of a rank; returns the reduced tensor when the last rank has come, else None."""
-        group = layout.mesh.group(rank, tuple(axis for axis, _ in layout.partial))
-        terms = self._terms.setdefault((key, group), {})
-        terms[rank] = term
-        if len(terms) < len(group):
-            return None
-        return reduce_terms(self._terms.pop((key, group)), layout)[rank]
+    Args:
+        waiting: a dict for the terms that have come: (key, ranks) -> rank -> term.
+        key: of the tensor.
+        layout, rank, term: of the tensor; a rank, and its term.
+    """
+    group = layout.mesh.group(rank, tuple(axis for axis, _ in layout.partial))
+    terms = waiting.setdefault((key, group), {})
+    terms[rank] = term
+    if len(terms) < len(group):
+        return None
+    return reduce_terms(waiting.pop((key, group)), layout)[rank]

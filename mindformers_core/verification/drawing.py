@@ -1,8 +1,7 @@
 """The random draws of one card: what those of ranks, which ask MindSpore's generator, have to be."""
 
 import mindspore as ms
-from mindspore import Tensor
-from mindspore import dtype as mstype
+from mindspore import Tensor, dtype as mstype
 
 from mindformers_core.communication.world import process_state
 from mindformers_core.dtensor.draws import drawn_by, whole_context

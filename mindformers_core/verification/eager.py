@@ -17,7 +17,7 @@ from mindformers_core.sharding.replicas import check_result
 from mindformers_core.sharding.shard import shard
 from mindformers_core.sharding.sharded_cells import tree_of
 from mindformers_core.verification.checking import PRECISIONS, Check
-from mindformers_core.verification.comparison import close, largest
+from mindformers_core.verification.comparison import close, expected_part, largest
 from mindformers_core.verification.truth import differentiated
 
 _LIMITS = 2**-10, 2**-14  # tolerance and rounding: both sides run in the model's dtypes
@@ -85,7 +85,7 @@ def _own_arrays(cell, args, kwargs, seed):
     def slopes(results):
         layouts.extend(getattr(result, "layout", None) for result in results)
         wholes = (draw.standard_normal(result.shape) for result in results)
-        return (part_of(whole, layout, world().rank) for whole, layout in zip(wholes, layouts))
+        return (expected_part(whole, layout, world().rank) for whole, layout in zip(wholes, layouts))
 
     groups = differentiated(cell, args, kwargs, slopes, cell.trainable_params())
     return layouts, *([tensor.asnumpy() for tensor in group] for group in groups)
@@ -94,10 +94,5 @@ def _own_arrays(cell, args, kwargs, seed):
 def local_inputs(cell, given, rank):
     """A rank's part of the inputs `given`, `(args, kwargs)`, of a sharded Cell, in the dtypes to compute with."""
     bound, arriving = bind_arguments(tree_of(cell), "", *given)
-    parts = (as_computed(Tensor(part_of(tensor.asnumpy(), layout, rank))) for _, tensor, layout in arriving)
+    parts = (as_computed(Tensor(expected_part(tensor.asnumpy(), layout, rank))) for _, tensor, layout in arriving)
     return tree_fill((bound.args[1:], bound.kwargs), parts, TensorMeta)
-
-
-def part_of(array, layout, rank):
-    """A rank's part of a global array; all of it without a layout."""
-    return array if layout is None else np.array(array[layout.local_slices(array.shape, rank)])

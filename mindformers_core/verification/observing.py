@@ -13,9 +13,8 @@ from mindformers_core.sharding.observing import ProgramObserver, parameter_paths
 from mindformers_core.sharding.parameter_storage import as_computed
 from mindformers_core.sharding.sharded_cells import tree_and_path, tree_of
 from mindformers_core.verification.comparison import gradient_layout
-from mindformers_core.verification.operators import widened, widened_text
 from mindformers_core.verification.report import instruction_at
-from mindformers_core.verification.truth import is_known
+from mindformers_core.verification.truth import is_known, widened, widened_text
 from mindformers_core.zero.sharded_parameter import parameter_like
 
 

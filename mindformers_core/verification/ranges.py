@@ -13,8 +13,8 @@ from mindformers_core.dtensor.distributed_operators import run_locally, shard_co
 from mindformers_core.operators.registry import facts_of
 from mindformers_core.program.structure import Value, tree_fill, tree_leaves
 from mindformers_core.verification.comparison import close, expected_part, largest
-from mindformers_core.verification.operators import OperatorCalls
 from mindformers_core.verification.rounding import PEAK
+from mindformers_core.verification.truth import OperatorCalls
 
 _LIMITS = 2**-6, 0.0  # tolerance and rounding
 
@@ -69,8 +69,7 @@ def compare_ranges(check, rank, meshes, cases):
     half = OperatorCalls("float16")
 
     def operator(node, args, kwargs):
-        tensors = {id(tensor): tensor for tensor in tree_leaves((args, kwargs), Tensor)}
-        return half.function(called_node(node, args), args, kwargs)(*tensors.values())
+        return half.function(called_node(node, args), args, kwargs)(*tree_leaves((args, kwargs), Tensor))
 
     for number, (stage, mesh, entry, inputs, expected) in enumerate(cases):
         if meshes.get(stage) != mesh:

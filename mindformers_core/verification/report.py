@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from mindformers_core.grouping import grouped
 from mindformers_core.hints import any_layer, first_of, listed
 from mindformers_core.program.graph import ParameterUse
 from mindformers_core.program.plan import CallPlan, Redistribution
@@ -172,9 +173,9 @@ def _missing_sums(fault, others, mesh):
 
 def _factors(found, expected, mesh):
     """A factor that is the size of mesh axes, or its inverse; or any other."""
-    names, sizes = [axis for axis in mesh.axis_names if mesh.axis_size(axis) > 1], {}
-    for axes in (axes for count in range(len(names)) for axes in combinations(names, count + 1)):
-        sizes.setdefault(mesh.axis_size(*axes), []).append(" x ".join(axes))
+    names = [axis for axis in mesh.axis_names if mesh.axis_size(axis) > 1]
+    subsets = (axes for count in range(len(names)) for axes in combinations(names, count + 1))
+    sizes = grouped((mesh.axis_size(*axes), " x ".join(axes)) for axes in subsets)
     for size, named in sorted(sizes.items()):
         of = f"the size of {' or '.join(named)}: perhaps"
         yield f"{size} times too large, {of} it is summed once too often", found, expected * size

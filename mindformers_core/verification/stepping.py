@@ -3,8 +3,7 @@
 from functools import lru_cache
 
 import numpy as np
-from mindspore import Parameter, Tensor, ops
-from mindspore import dtype as mstype
+from mindspore import Parameter, Tensor, dtype as mstype, ops
 
 from mindformers_core.optimizers.adamw import AdamW, decays
 from mindformers_core.optimizers.lamb import Lamb

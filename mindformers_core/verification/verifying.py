@@ -22,7 +22,8 @@ from mindformers_core.sharding.program import annotated_plan
 from mindformers_core.sharding.shard import shard
 from mindformers_core.sharding.sharded_cells import tree_and_path, tree_of, tree_of_root
 from mindformers_core.tensor_parallel.clipping import ClipByGlobalNorm
-from mindformers_core.verification.eager import local_inputs, own_gradients, part_of, verify_by_own_code
+from mindformers_core.verification.comparison import expected_part
+from mindformers_core.verification.eager import local_inputs, own_gradients, verify_by_own_code
 from mindformers_core.verification.engine import acts_in_training, seed_restored, simulate
 from mindformers_core.verification.truth import differentiated, floating
 from mindformers_core.zero.gradients import value_and_grad
@@ -194,7 +195,7 @@ class _Call:
                 "trained, and no tensor of floats among its inputs; give it one"
             )
         layouts = [each.layout for each in prepare(net, *args, **kwargs).results if is_float(each.dtype)]
-        slopes = [part_of(slope, layout, rank) for slope, layout in zip(self.slopes, layouts, strict=True)]
+        slopes = [expected_part(slope, layout, rank) for slope, layout in zip(self.slopes, layouts, strict=True)]
         outputs, gradients = differentiated(net, args, kwargs, lambda _: slopes, weights)
         return {(0, 0): list(zip(outputs, layouts, strict=True))}, gradients
 

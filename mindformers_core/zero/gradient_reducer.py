@@ -3,6 +3,7 @@
 from mindspore import ops
 
 from mindformers_core.communication.world import process_state
+from mindformers_core.sharding.optimizers_before import optimizers_holding
 from mindformers_core.sharding.parameter_storage import as_dtype
 
 
@@ -106,6 +107,9 @@ class GradientReducer:
         """The reduced gradients of all trained parameters, a tuple in their order, in the dtypes of the shards.
 
         Unsharded weights are freed before: gradients may take more memory in those dtypes.
+
+        Raises:
+            ValueError: at the first gradients, an optimizer that can't work with shards.
         """
         assert not self.sums, sorted(self.sums)
         storage, gradients = self.storage, []
@@ -113,4 +117,17 @@ class GradientReducer:
         for number in storage.trained:
             gradient = as_dtype(self._reduced.pop(number), storage.parameters[number].plan.shard_dtype)
             gradients.append(storage.meter.watch("gradients", gradient))
+        if not storage.has_checked:
+            check_optimizers(storage)
+            storage.has_checked = True
         return tuple(gradients)
+
+
+def check_optimizers(storage):
+    """Raise `ValueError` for an optimizer that holds unsharded weights, whose memory is freed."""
+    wholes = {id(stored.unsharded): stored.plan.path for stored in storage.parameters if stored.is_copied}
+    for optimizer, held in optimizers_holding(wholes):
+        raise ValueError(
+            f"{type(optimizer).__name__} holds '{wholes[id(held[0])]}' of {storage.label} as it computes, whose "
+            "memory comes and goes under hsdp(): build the optimizer of cell.trainable_params()"
+        )

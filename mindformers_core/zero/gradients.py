@@ -9,7 +9,6 @@ from mindformers_core.passes.stage_function import StageFunction
 from mindformers_core.sharding.recordings import forget_recordings
 from mindformers_core.zero.gradient_reducer import GradientReducer
 from mindformers_core.zero.loss_scale import LossScale
-from mindformers_core.zero.optimizers import check_optimizers
 from mindformers_core.zero.storage import storage_of
 
 
@@ -73,7 +72,6 @@ class _GradientFunction:
         self._passes = ForwardBackward(lambda results: results[:1], self.storage.backward_scope)
         self._weights = ParameterTuple([self.storage.parameters[number].unsharded for number in self.storage.trained])
         self._reducer, self._micro_step, self._first_draw = None, 0, 0  # of the step that has begun
-        self._has_checked = False  # whether optimizers were checked
 
     def __call__(self, *inputs, **kwargs):
         self.storage.check_trained()
@@ -129,9 +127,6 @@ class _GradientFunction:
     def _finished(self):
         gradients = self._reducer.finish()
         self._end()
-        if not self._has_checked:
-            check_optimizers(self.storage)
-            self._has_checked = True
         return gradients if self.loss_scale is None else self.loss_scale.unscale(gradients)
 
     def _checked(self, results):

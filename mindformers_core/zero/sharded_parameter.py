@@ -8,8 +8,7 @@ import ctypes
 import mmap
 from contextlib import nullcontext
 
-from mindspore import DeviceCtx, Parameter, mint, ops
-from mindspore import dtype as mstype
+from mindspore import DeviceCtx, Parameter, dtype as mstype, mint, ops
 
 from mindformers_core.sharding.parameter_storage import as_dtype, computing_dtype
 

@@ -15,7 +15,6 @@ from mindformers_core.sharding.sharded_cells import ShardedCell, computing_param
 from mindformers_core.zero.explained import explained_lines, step_plan
 from mindformers_core.zero.formulas import traffic_of_step
 from mindformers_core.zero.gradient_reducer import GradientReducer
-from mindformers_core.zero.optimizers import check_optimizers
 from mindformers_core.zero.units import UnitSchedule
 
 
@@ -40,6 +39,7 @@ class HsdpStorage(ParameterStorage):
         reducer: the `GradientReducer` that takes gradients while a backward pass runs, or None.
         schedule: the `UnitSchedule`.
         is_training: whether it was opened for gradients.
+        has_checked: whether optimizers were checked, which is done at the first gradients.
     """
 
     takes_gradients = True
@@ -51,7 +51,7 @@ class HsdpStorage(ParameterStorage):
         self.copied = {id(stored.unsharded) for stored in parameters if stored.is_copied}
         self.trained = [number for number, stored in enumerate(parameters) if stored.plan.trainable]
         self.collectives = self.reducer = None
-        self.is_open = self.is_training = self._in_pass = self._has_checked = False
+        self.is_open = self.is_training = self._in_pass = self.has_checked = False
         self._numbers = {id(stored.unsharded): number for number, stored in enumerate(parameters)}
         if settings.reshard_after_forward is not False:
             self.units = tuple(dict.fromkeys(bucket.unit for bucket in gathers if bucket.unit))
@@ -160,11 +160,7 @@ class HsdpStorage(ParameterStorage):
         gradients.clear()
         for bucket in self.reduces:
             reducer.reduce(bucket)
-        found = reducer.finish()
-        if not self._has_checked:
-            check_optimizers(self)
-            self._has_checked = True
-        return found
+        return reducer.finish()
 
     @contextmanager
     def call_scope(self):

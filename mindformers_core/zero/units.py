@@ -60,11 +60,6 @@ class UnitSchedule:
             with _no_grad():
                 self.storage.collectives.gather([self.storage.parameters[number] for number in bucket.members])
 
-    def free_bucket(self, bucket):
-        """Free the unsharded weights of a bucket."""
-        for number in bucket.members:
-            self.storage.parameters[number].release()
-
     def call_cell(self, path, call, args, kwargs):
         """`call(*args, **kwargs)`, a call of the Cell at `path`, with the weights of its unit in place."""
         if path not in self._cell_units:
@@ -136,8 +131,8 @@ class UnitSchedule:
     def _free(self, unit):
         if unit in self._held:
             self._held.remove(unit)
-            for bucket in self._buckets(unit):
-                self.free_bucket(bucket)
+            for number in (number for bucket in self._buckets(unit) for number in bucket.members):
+                self.storage.parameters[number].release()
 
 
 class _OutputHook:

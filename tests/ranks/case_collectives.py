@@ -33,15 +33,6 @@ class Pair:
     floats_only: bool = False
 
 
-def everywhere(function):
-    """The same value for all ranks."""
-    return lambda xs: [function(xs)] * len(xs)
-
-
-def keep(place):
-    return lambda xs: [x if index == place else np.zeros_like(x) for index, x in enumerate(xs)]
-
-
 def reordered(xs):
     """Axes in the other order: the one of two axes of size 2, or of one axis, which is no change. Its own inverse."""
     return [xs[place] for place in np.arange(len(xs)).reshape(2, -1).T.ravel()]
@@ -67,10 +58,6 @@ def permute(axes):
     return comm.Permute(MESH, axes, Layout.on(MESH, (axes, ())), Layout.on(MESH, (axes[::-1], ())))
 
 
-def broadcast(axes):
-    return comm.Broadcast(MESH, axes, 1)
-
-
 AVERAGE = pair("ToPartial", "to_partial", "avg")
 PAIRS = {
     "all_reduce sum": pair("AllReduce", "all_reduce"),
@@ -87,7 +74,6 @@ PAIRS = {
     "reduce_scatter min": pair("ReduceScatter", "reduce_scatter", "min", dim=1),
     "permute": Pair(permute, reordered, backward_of(reordered)),
     "all_to_all": pair("AllToAll", "all_to_all", dim=0, to_dim=1),
-    "broadcast": Pair(broadcast, everywhere(lambda xs: xs[1]), backward_of(keep(1))),
     "slice": pair("SliceToShard", "slice", dim=1),
     "slice_varying": pair("SliceVarying", "slice_varying", dim=0),
     "mark_varying": pair("MarkVarying", "mark_varying"),
@@ -248,7 +234,7 @@ def case_counts_are_the_logical_collectives():
     """Emulated or not, each counts once by its own name, with the ring's bytes; local ones don't count."""
     x = ms.Tensor(np.ones((4, 8), np.float32))
     with count_collectives() as counts:
-        names = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce max", "broadcast", "slice_varying", "pad")
+        names = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce max", "slice_varying", "pad")
         for name in names:
             PAIRS[name].make(("dp", "tp"))(x)
         ms.grad(lambda x: comm.MarkVarying(MESH, "tp")(x).sum())(x)
@@ -258,7 +244,6 @@ def case_counts_are_the_logical_collectives():
         ("reduce_scatter", ("dp", "tp")): (1, 3 * whole // 4),
         ("all_to_all", ("dp", "tp")): (1, 3 * whole // 4),
         ("all_reduce", ("dp", "tp")): (1, 2 * 3 * whole // 4),
-        ("broadcast", ("dp", "tp")): (1, 3 * whole // 4),
         ("all_reduce", ("tp",)): (1, whole),
     }
 

@@ -10,9 +10,8 @@ from launch import on_ranks
 from mindspore import Parameter, Tensor, nn, ops
 from models import TINY_LLAMA
 from recomputations import count_recomputations
-from saved_tensors import measured
+from saved_tensors import measured, saved_bytes
 
-from mindformers_core.analysis.prediction import saved_bytes
 from mindformers_core.capture.algorithm_graph import algorithm_of
 from mindformers_core.communication import count_collectives, world
 from mindformers_core.layout import layout

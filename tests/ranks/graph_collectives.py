@@ -59,7 +59,7 @@ def _count(text, mesh, counts):
             size //= 2
         kind, gathers = _kind(below, kinds)
         size = size // group.size if gathers and kind != "all_gather" else size
-        counts.add(kind, group.axes, wire_bytes("all_gather" if kind == "broadcast" else kind, group.size, size))
+        counts.add(kind, group.axes, wire_bytes(kind, group.size, size))
 
 
 def _below(lines):
@@ -80,7 +80,7 @@ def _groups(mesh):
 
 def _kinds():
     """(first line, last line, kind) of the backend's collectives in a graph."""
-    for kind in (*_BY_NAME, "broadcast"):
+    for kind in _BY_NAME:
         lines, first = inspect.getsourcelines(getattr(CpuCollective, kind))
         yield first, first + len(lines) - 1, kind
 

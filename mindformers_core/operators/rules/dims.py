@@ -5,9 +5,7 @@ from ast import literal_eval
 from itertools import chain
 from math import prod
 
-from mindformers_core.operators.signature import Signature, TensorMeta
-
-SPELLINGS = {"axis": "dim", "axes": "dims", "keepdims": "keepdim", "keep_dims": "keepdim"}
+from mindformers_core.operators.signature import Signature, TensorMeta, spelled
 
 
 def as_dim(dim, ndim):
@@ -49,11 +47,6 @@ def integers(values, what):
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"{what} is made of ints, not {value!r}")
     return tuple(values)
-
-
-def plain_names(named):
-    """`named` with MindSpore's several spellings of one argument (`axis`, `keep_dims`, …) brought to one."""
-    return {SPELLINGS.get(name, name): value for name, value in named.items()}
 
 
 def dim_names(x, prefix="d"):
@@ -184,6 +177,7 @@ def bound(parameters, args, named, aliases=()):
     """
     aliases, order = dict(aliases), list(parameters)
     named = {name if name in order else aliases.get(name, name): value for name, value in named.items()}
+    named = spelled(named, order)
     if len(args) > len(order) or not set(named) <= set(order):
         raise TypeError(f"got {sorted(set(named) - set(order)) or args[len(order) :]} besides {', '.join(order)}")
     given = parameters | named | dict(zip(order, args))

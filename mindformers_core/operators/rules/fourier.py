@@ -3,7 +3,7 @@
 from functools import partial
 
 from mindformers_core.operators.registry import register_operator
-from mindformers_core.operators.rules.dims import SPELLINGS, as_dims, bound, parameters, unary
+from mindformers_core.operators.rules.dims import as_dims, bound, parameters, unary
 from mindformers_core.operators.saved import UNMEASURED
 
 # Prefix of an operator's name -> the number of elements that the last transformed dim gets, from that of its input or
@@ -22,7 +22,7 @@ _TO_REAL = ("IRFFT", "HFFT")
 
 def _transform(kind, ending, x, *args, **named):
     """A result that is complex where the input is real takes no partial sums: terms would be twice as large."""
-    given, _ = bound(parameters("sizes dim norm"), args, named, SPELLINGS | {"s": "sizes", "n": "sizes"})
+    given, _ = bound(parameters("sizes dim norm"), args, named, {"s": "sizes", "n": "sizes"})
     asked, dim = given["sizes"], given["dim"]
     asked = () if asked is None else asked if isinstance(asked, (tuple, list)) else (asked,)
     if dim is None:

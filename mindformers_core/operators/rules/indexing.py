@@ -1,10 +1,10 @@
 """Rules of operators that look up, order, accumulate or mask by position along a dim."""
 
 from mindformers_core.operators.registry import register_operator
-from mindformers_core.operators.rules.dims import as_dim, dim_names, dim_sizes, equation, integers, plain_names, unary
+from mindformers_core.operators.rules.dims import as_dim, dim_names, dim_sizes, equation, integers, unary
 from mindformers_core.operators.rules.elementwise import keeps_digits
 from mindformers_core.operators.saved import INDICES, INPUTS, INPUTS_AS_THEY_ARE, NOTHING, SECOND_RESULT, UNMEASURED
-from mindformers_core.operators.signature import Signature, TensorMeta, tensors_in
+from mindformers_core.operators.signature import Signature, TensorMeta, spelled, tensors_in
 
 # operators that give as many results as the values ask for: a capture has no shape for them, the eager engine runs them
 BY_VALUES = ("CTCGreedyDecoder", "MaskedSelect", "NonZero", "NonZeroExt", "SparseSegmentMean", "Unique", "Unique2")
@@ -55,10 +55,9 @@ def positional(*arguments):
 
 
 @register_operator("IndexSelect", "DeprecatedIndexSelect", saves=INDICES, reads_a_part=True, source=".index_select")
-def index_select(x, dim=None, index=None, axis=None):
+def index_select(x, dim, index):
     """`x` at the positions of a 1-D `index` along `dim`."""
-    dim = dim if axis is None else axis
-    if index is None or index.ndim != 1:
+    if index.ndim != 1:
         raise ValueError(f"index_select takes a 1-D index, not {index!r}")
     return _lookup(x, index, dim)
 
@@ -170,12 +169,12 @@ def kth_value(x, k, dim=-1, keepdim=False):
 
 @register_operator("Sort", saves=INPUTS_AS_THEY_ARE, attributes=("axis",))
 @register_operator("SortExt", saves=INPUTS_AS_THEY_ARE, source=".sort")
-def sort(x, dim=-1, descending=False, stable=False, axis=None):
+def sort(x, dim=-1, descending=False, stable=False):
     """Values in order along `dim`, and their positions.
 
     The dim is whole: a bitonic merge of P parts (Batcher, 1968) sends log2(P) (log2(P) + 1) / 2 parts, a gather P - 1.
     """
-    return unary(x, outputs=2, whole=(as_dim(dim if axis is None else axis, x.ndim),))
+    return unary(x, outputs=2, whole=(as_dim(dim, x.ndim),))
 
 
 @register_operator("ArgSort", saves=INPUTS_AS_THEY_ARE, source=".argsort")
@@ -188,7 +187,7 @@ def arg_sort(x, dim=-1, descending=False, stable=False):
 @register_operator("CumsumExt", "DeprecatedCumsum", saves=NOTHING, source=".cumsum")
 def cumulative_sum(x, *args, **named):
     """Sums of all elements up to each along a dim."""
-    plain = dict(zip(("dim", "dtype"), args)) | plain_names(named)
+    plain = dict(zip(("dim", "dtype"), args)) | spelled(named, ("dim", "dtype"))
     dtype = plain.get("dtype")
     passes = dtype is None or isinstance(dtype, bool) or keeps_digits(dtype)  # a bool is CumSum's `exclusive`
     order = positional(x, plain.get("dim"), dtype) if named else None

@@ -16,10 +16,10 @@ def _names_of_first(tensors):
 
 
 @register_operator("Concat", saves=NOTHING)
-def concat(tensors, dim=0, axis=None):
+def concat(tensors, dim=0):
     """Tensors concatenated along `dim`, which is whole: a shard of a concatenation is no concatenation of shards."""
     names = _names_of_first(tensors)
-    place = as_dim(dim if axis is None else axis, len(names))
+    place = as_dim(dim, len(names))
     parts = [" ".join([*names[:place], f"P{number}", *names[place + 1 :]]) for number in range(len(tensors))]
     sizes = {names[place]: sum(sum(tensor.shape[place : place + 1]) for tensor in tensors)}
     text, linear = f"{', '.join(parts)} -> {' '.join(names)}", (set(range(len(tensors))),)
@@ -27,11 +27,11 @@ def concat(tensors, dim=0, axis=None):
 
 
 @register_operator("Stack", saves=NOTHING, attributes=("axis",), source="(x)")
-@register_operator("StackExt", saves=UNMEASURED, source="(tensors, dim=0)")
-def stack(tensors, dim=0, axis=None):
+@register_operator("StackExt", saves=UNMEASURED, attributes=("dim",), source="(tensors, dim=0)")
+def stack(tensors, dim=0):
     """Tensors side by side along a new dim."""
     names, linear = _names_of_first(tensors), (set(range(len(tensors))),)
-    place = as_dim(dim if axis is None else axis, len(names) + 1)
+    place = as_dim(dim, len(names) + 1)
     text = f"{', '.join([' '.join(names)] * len(tensors))} -> {' '.join([*names[:place], 'number', *names[place:]])}"
     return equation(text, *tensors, sizes={"number": len(tensors)}, linear=linear)
 
@@ -55,9 +55,8 @@ def _pieces(x, dim, length):
 
 
 @register_operator("Split", saves=NOTHING, view=views.parts)
-def split_evenly(x, dim=0, output_num=1, axis=None):
+def split_evenly(x, dim=0, output_num=1):
     """`output_num` equal pieces."""
-    dim = dim if axis is None else axis
     size = x.shape[as_dim(dim, x.ndim)]
     if output_num < 1 or size % output_num:
         raise ValueError(f"dim {dim} of {x.shape} has size {size}, which {output_num} equal pieces don't make up")
@@ -69,17 +68,15 @@ def split_evenly(x, dim=0, output_num=1, axis=None):
 @register_operator(
     "SplitTensorView", "SplitWithSize", "SplitWithSizeView", saves=NOTHING, view=views.parts, rewrite=split_by_method
 )
-def split(x, split_size, dim=0, axis=None):
+def split(x, split_size, dim=0):
     """Pieces of the length, or of the lengths, given."""
-    dim = dim if axis is None else axis
     return _split(x, dim, split_size if isinstance(split_size, (tuple, list)) else _pieces(x, dim, split_size))
 
 
 @register_operator("Chunk", "DeprecatedChunk", saves=INPUTS_AS_THEY_ARE, view=views.parts, source=".chunk")
 @register_operator("ChunkView", saves=NOTHING, view=views.parts)
-def chunk(x, chunks, dim=0, axis=None):
+def chunk(x, chunks, dim=0):
     """At most `chunks` pieces, equal save for the last."""
-    dim = dim if axis is None else axis
     if chunks < 1:
         raise ValueError(f"{chunks} chunks: at least 1")
     return _split(x, dim, _pieces(x, dim, max(1, -(-x.shape[as_dim(dim, x.ndim)] // chunks))))
@@ -87,7 +84,7 @@ def chunk(x, chunks, dim=0, axis=None):
 
 @register_operator("Unstack", saves=NOTHING, view=views.unstacked, attributes=("axis",))
 @register_operator("UnstackExtView", saves=NOTHING, view=views.unstacked, rewrite="Unstack")
-def unstack(x, dim=0, axis=None, num=None):
+def unstack(x, dim=0, num=None):
     """One output for every index of a dim, without that dim."""
-    place = along(x, dim if axis is None else axis)
+    place = along(x, dim)
     return unary(x, {place: []}, x.shape[place], whole=(place,), linear=({0},))

@@ -3,7 +3,7 @@
 from functools import partial
 
 from mindformers_core.operators.registry import register_operator
-from mindformers_core.operators.rules.dims import SPELLINGS, as_dim, as_dims, bound, equation, parameters, unary
+from mindformers_core.operators.rules.dims import as_dim, as_dims, bound, equation, parameters, unary
 from mindformers_core.operators.saved import RESULT, UNMEASURED, SavedByOperator
 from mindformers_core.operators.signature import Signature, tensors_in
 
@@ -74,7 +74,7 @@ def add_norm(x, other, gamma, *others):
 
 def _softmax(algorithm, *args, **named):
     """Softmax over one dim, or whole over several; its logarithm may have a dtype, which it is computed in."""
-    given, again = bound(parameters("x dim=-1 dtype"), args, named, SPELLINGS)
+    given, again = bound(parameters("x dim=-1 dtype"), args, named)
     if given["dim"] is None:
         raise ValueError("a softmax needs its dim")
     dims = as_dims(given["dim"], given["x"].ndim)

@@ -7,7 +7,7 @@ from math import prod
 from mindformers_core.operators import saved
 from mindformers_core.operators.registry import register_operator
 from mindformers_core.operators.rewrites import correction_given, dim_given, float_reduction
-from mindformers_core.operators.rules.dims import SPELLINGS, as_dim, as_dims, bound, equation, parameters, unary
+from mindformers_core.operators.rules.dims import as_dim, as_dims, bound, equation, parameters, unary
 from mindformers_core.operators.rules.elementwise import keeps_digits
 from mindformers_core.operators.signature import tensors_in
 
@@ -83,7 +83,7 @@ def _reduce(operation, outputs, known, x, *args, **named):
     A mean over a sharded dim is a sum of terms (each shard's mean over the number of shards); extremes, positions and
     truth values need an algorithm, whose result is whole again.
     """
-    given, again = bound({"x": None} | known, (x, *args), named, SPELLINGS | _NAMES)
+    given, again = bound({"x": None} | known, (x, *args), named, _NAMES)
     for name, usual in (("initial", None), ("where", True)):
         if given.get(name) not in (None, usual):
             raise ValueError(f"{name}={given[name]!r} is not available for a distributed tensor")

@@ -87,9 +87,8 @@ def scatter_add(x, dim, index, src):
 @register_operator("Scatter", saves=replace(_UPDATES, inputs=(2, 3), outputs=(0,)), source=CORRECTED + "scattered")
 @register_operator("ScatterValue", saves=_COPIES)
 @register_operator("DeprecatedScatter", saves=_COPIES, source=".scatter")
-def scatter(x, dim=None, index=None, src=None, reduce=0, axis=None):
+def scatter(x, dim, index, src, reduce=0):
     """`out[i][index[i][j]] = src[i][j]` for `dim` 1."""
-    dim = dim if axis is None else axis
     return _elements(x, dim, index, src, reduce, localize=positional(x, dim, index, src, *[reduce] * (reduce != 0)))
 
 

@@ -130,23 +130,22 @@ def matrix_transpose(x):
 
 @register_operator("ExpandDims", "ExpandDimsView", saves=NOTHING, view=views.reshaped)
 @register_operator("DeprecatedUnsqueeze", saves=NOTHING, view=views.reshaped, source=".unsqueeze")
-def expand_dims(x, dim=None, axis=None):
+def expand_dims(x, dim):
     """A new dim of size 1 at `dim` of the result."""
-    place = as_dim(axis if dim is None else dim, x.ndim + 1)
+    place = as_dim(dim, x.ndim + 1)
     names = dim_names(x)
     return unary(x, (*names[:place], (), *names[place:]), linear=_LINEAR)
 
 
 @register_operator("Squeeze", saves=NOTHING, view=views.reshaped)
-def squeeze(x, dim=None, axis=None):
+def squeeze(x, dim=None):
     """Drops the dims named, or all, that are of size 1.
 
     A dim that is sharded until its local size is 1 must stay. So what is named and larger than 1 is whole, and where
     nothing is named the local call gets the dims that the whole tensor drops.
     """
-    given = axis if dim is None else dim
-    everything = given is None or given in ((), [])
-    named = as_dims(given, x.ndim)
+    everything = dim is None or dim in ((), [])
+    named = as_dims(dim, x.ndim)
     dropped = tuple(place for place in named if x.shape[place] == 1)
     output = [name for place, name in enumerate(dim_names(x)) if place not in dropped]
     if everything and dropped:
@@ -218,9 +217,9 @@ def linear_space(start, stop, num):
 
 
 @register_operator("ReverseV2", saves=NOTHING)
-def flip(x, dims=None, axis=None):
+def flip(x, dims):
     """Elements in reverse order along `dims`."""
-    return unary(x, whole=as_dims(axis if dims is None else dims, x.ndim), linear=_LINEAR)
+    return unary(x, whole=as_dims(dims, x.ndim), linear=_LINEAR)
 
 
 @register_operator("Roll", saves=UNMEASURED)

@@ -4,11 +4,19 @@ from mindformers_core.pipeline.schedules.base import PipelineScheduleMulti, Pipe
 from mindformers_core.pipeline.tables.step import MetaStep, MetaStepType
 
 
+def _all_forward_first(schedule):
+    """Fill `exec_order`: each rank goes forward through its stages, then backward; one stage after the other."""
+    for rank in range(schedule.rank_num):
+        stages = range(rank, schedule.stage_num, schedule.rank_num)
+        passes = [(MetaStepType.FWD, stage) for stage in stages] + [(MetaStepType.BWD, stage) for stage in stages[::-1]]
+        micros = range(schedule.micro_batch_num)
+        schedule.exec_order[rank] = [MetaStep(micro, *each) for each in passes for micro in micros]
+
+
 class ScheduleGPipe(PipelineScheduleSingle):
     """All forward passes, then all backward passes: simple, with all micro-batches live in between."""
 
-    def construct_exec_order(self):
-        self.exec_order.update((stage, _order([stage], self.micro_batch_num)) for stage in range(self.stage_num))
+    construct_exec_order = _all_forward_first
 
 
 class ScheduleLoopedBFS(PipelineScheduleMulti):
@@ -20,12 +28,4 @@ class ScheduleLoopedBFS(PipelineScheduleMulti):
     weights.
     """
 
-    def construct_exec_order(self):
-        for rank in range(self.rank_num):
-            self.exec_order[rank] = _order(range(rank, self.stage_num, self.rank_num), self.micro_batch_num)
-
-
-def _order(stages, micro_batch_num):
-    """The steps of a rank: forward through its stages, then backward; one stage after the other."""
-    passes = (MetaStepType.FWD, stages), (MetaStepType.BWD, stages[::-1])
-    return [MetaStep(micro, kind, s) for kind, order in passes for s in order for micro in range(micro_batch_num)]
+    construct_exec_order = _all_forward_first

@@ -13,15 +13,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
+from operator import attrgetter
 
 import numpy as np
-from mindspore import ops
+from mindspore import Tensor, ops
 from mindspore._c_expression import typing
 from mindspore.ops import Primitive, auto_generate
 from mindspore.ops.auto_generate import cpp_create_prim_instance_helper, gen_ops_prim, pyboost_inner_prim
 
+from mindformers_core.operators import TensorMeta
 from mindformers_core.operators.registry import facts_of, rewritten
-from mindformers_core.program.structure import DType, structure_text
+from mindformers_core.operators.signature import spelled
+from mindformers_core.program.structure import DType, structure_text, tree_fill, tree_leaves
 
 _REQUIRED = inspect.Parameter.empty
 _NAMED = frozenset({"beta", "alpha", "dtype", "output_size"})  # keyword-only parameters of methods and `full_like`
@@ -33,11 +36,16 @@ _WORDS = {  # parameters that arrive as the numbers of words
     "padding_mode": ("zeros", "border", "reflection"), "input_layout": ("BSH", "BNSD", "SBH", "BSND", "TND", "TH"),
 }  # fmt: skip
 _RANDOM_STATE = "mindformers_core.dtensor.dropout.next_random_state"
-_SPELLINGS = (  # of one parameter, by a method and by its operator
-    {"dim", "dims", "axis", "axes"},
-    {"keepdim", "keepdims", "keep_dims"},
-    {"other", "mat2", "exponent"},
-)
+
+
+class NamedTensor(TensorMeta):
+    """A tensor among the arguments of an operator: global shape, dtype, layout, and the variable that holds it."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name, shape, dtype, layout=None):
+        super().__init__(shape, dtype, layout, constant=False)
+        self.name = name
 
 
 @dataclass(frozen=True)
@@ -143,6 +151,33 @@ def node_source(node, args, kwargs, hint):
     return _call(f"from {primitive.module} import {primitive.name}", (hint, constructor), hint, given)
 
 
+def operator_function(node, args, kwargs, spelled=str):
+    """An operator as a function of the tensors among its arguments, in order, that calls it as generated code does.
+
+    Args:
+        node, args, kwargs: as of `node_source`; of tensors shape and dtype count.
+        spelled: a function of the source that gives the one to use. Default: the source itself.
+
+    Raises:
+        ValueError, TypeError: as of `operator_source`.
+    """
+    tensors = tree_leaves((args, kwargs), (Tensor, TensorMeta))
+    named = [NamedTensor(f"tensor_{n}", each.shape, str(each.dtype).lower()) for n, each in enumerate(tensors)]
+    call = node_source(node, *tree_fill((args, kwargs), named, (Tensor, TensorMeta)), "operator")
+    body = f"    return {call.expression(attrgetter('name'))}"
+    made = [" = ".join(call.instance)] if call.instance else []
+    head = f"def call({', '.join(each.name for each in named)}):"
+    return _compiled(spelled("\n".join([*call.imports, *made, head, body])))
+
+
+@cache
+def _compiled(text):
+    """The function `call` that a text defines."""
+    space = {}
+    exec(text, space)
+    return space["call"]
+
+
 def _call(imports, instance, function, args, kwargs=None):
     """A `Call` with its import lines; `imports` is one of them, or ""."""
     dtypes = ["import mindspore as ms"] if "ms." in f"{instance} {args} {kwargs}" else []
@@ -154,12 +189,9 @@ def _bound(name, form, args, kwargs, attributes):
     names = [*form.parameters, *(form.attributes or ())]
     values = dict(zip(names, args))
     unknown = list(args[len(names) :])
-    for key, value in kwargs.items():
-        alike = next((group for group in _SPELLINGS if key in group), {key})
-        parameter = next((parameter for parameter in names if parameter in alike), None)
-        if parameter is None or parameter in values:
-            unknown.append(key)
-        values[parameter] = value
+    for key, value in spelled(kwargs, names).items():
+        unknown += [key] * (key in values or key not in names)
+        values[key] = value
     if unknown:
         raise TypeError(f"operator '{name}' takes ({', '.join(names)}) and got {', '.join(map(repr, unknown))} besides")
     values = {key: value for key, value in attributes.items() if key in (form.attributes or ())} | values
