@@ -50,7 +50,7 @@ def one_card(trained):
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(
-    ("mode", "count"), [("context.engine=eager", 4), ("context.engine=generated", 10), ("context.mode=0", 60)]
+    ("mode", "count"), [("context.engine=eager", 8), ("context.engine=generated", 10), ("context.mode=0", 60)]
 )
 def test_greedy_tokens_are_those_of_the_full_forward_pass(trained, forward, mode, count, monkeypatch):
     """Prompts of four lengths in one batch; one program each of the prompts' pass and of a token's, compiled once."""

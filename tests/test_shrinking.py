@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 from mindspore import nn, ops
@@ -235,8 +236,6 @@ class Rows:
         self.features = features
 
     def batch(self, first, count):
-        import numpy as np
-
         return (np.zeros((count, self.features), np.float32),)
 
 
