@@ -11,8 +11,7 @@ from mindspore import Parameter, Tensor, ops
 from mindformers_core.communication.world import process_state
 from mindformers_core.dtensor.move import dtype_name
 from mindformers_core.dtensor.operator_source import operator_function
-from mindformers_core.operators.registry import facts_of
-from mindformers_core.operators.signature import is_float
+from mindformers_core.operators import facts_of, is_float
 from mindformers_core.passes.thread_tape import ThreadTape
 from mindformers_core.program.graph import CallNode, match_arguments
 from mindformers_core.program.structure import Value, tree_leaves, tree_map
@@ -156,9 +155,9 @@ class OneCard:
         outputs = self.outputs[label] = [tensor.asnumpy() for tensor in flowing]
         sens = tuple(map(self._tensor, slopes(outputs)))
         self.written[label] = {path: tensor.asnumpy().copy() for path, tensor in written.items()}
+        weights = [self.parameters[path] for path in self.trained]
         for path, array in self.written[label].items():  # the next pass reads them
             self.parameters[path] = Parameter(Tensor(array), name=path, requires_grad=path in self.trained)
-        weights = [self.parameters[path] for path in self.trained]
         _, gradients = tape.gradients(inputs, flowing, sens, weights)  # inputs: without weights, too
         arrays = [gradient.asnumpy() for gradient in gradients]
         self.weight_gradients[label] = dict(zip(self.trained, arrays, strict=True))
@@ -248,7 +247,9 @@ class _Pass:
                 result = self._run(node.graph)
                 self._match_free(graph)
             elif facts_of(node.operator).writes:
-                result = self.written[graph.names[node.args[0].id]] = filled(node.args[1])
+                result, path = filled(node.args[1]), graph.names[node.args[0].id]
+                kept = self.card.parameters[path]
+                self.written[path] = result + (kept - ops.stop_gradient(kept)) if kept.requires_grad else result
             else:
                 with errors_at(f"in {graph.label}, {node.source}, operator '{node.operator}': ", kinds=(RuntimeError,)):
                     result = self.card.results(node, filled(node.args), filled(node.kwargs))
