@@ -152,7 +152,7 @@ def check_parts(local, given, expected, wrong):
 
 def redistribute(node, known):
     """Run a `Redistribute` for all ranks."""
-    value, source, target = node.args
+    value, source, target, _ = node.args
     local = {rank: values[value.id].asnumpy() for rank, values in known.items()}
     for step in plan_redistribution(source, target, source.global_shape(value.shape), value.dtype, CPU).steps:
         local = run_forward(step, local)

@@ -1,18 +1,15 @@
 """The cost of an instruction: floating-point operations on one rank. Pure Python.
 
-Multiplications and additions count one each, so a matmul of (m, k) by (k, n) has 2·m·n·k, as in Megatron-LM's formula
-(Narayanan et al., 2021). An elementary function (exp, square root) counts one, and so does the copy of an element. A
-sent byte has a price in operations: without it a collective would be the cheapest instruction to recompute.
+A sent byte has a price in operations: without it a collective would be the cheapest instruction to recompute.
 """
 
 from math import prod
 
-from mindformers_core.analysis.algorithms import algorithm_steps
-from mindformers_core.operators.registry import facts_of
-from mindformers_core.placement import axes_in
+from mindformers_core.operators.computation import local_sizes, operations_of
 from mindformers_core.program.graph import CallNode
 from mindformers_core.program.plan import CallPlan, Redistribution
 from mindformers_core.program.structure import tree_leaves
+from mindformers_core.propagation.algorithms import algorithm_steps
 from mindformers_core.propagation.operators import operator_signature
 from mindformers_core.redistribution.steps import COLLECTIVES
 
@@ -38,24 +35,13 @@ def operations(place, algorithm=None):
         return sum(_step_operations(step, device) for step in entry.steps)
     if isinstance(entry, CallPlan):
         return _whole_operations(entry.node.graph)
-    axes_of, mesh = entry.axes_of, place.frame.mesh
-    sizes = {f: size // mesh.axis_size(*axes_in(axes_of.get(f, ()))) for f, size in entry.signature.sizes.items()}
-    inputs = [layout.local_shape(value.shape) for value, layout in entry.consumed]
-    own = _computed(entry.node.operator, sizes, inputs, entry.local_shapes, may_view=entry.algorithm is None)
+    sizes = local_sizes(entry.signature, place.frame.mesh, entry.axes_of)
+    inputs = [prod(layout.local_shape(value.shape)) for value, layout in entry.consumed]
+    outputs = list(map(prod, entry.local_shapes))
+    own = operations_of(entry.node.operator, sizes, inputs, outputs, may_view=entry.algorithm is None)
     if entry.algorithm is None:
         return own
     return own + sum(_step_operations(step, device) for step, _ in algorithm_steps(entry, algorithm))
-
-
-def _computed(name, sizes, inputs, outputs, may_view=True):
-    """Operations of an operator by the sizes of its factors and the shapes of its inputs and outputs."""
-    facts = facts_of(name)
-    if callable(facts.operations):
-        return facts.operations(sizes)
-    if may_view and facts.computes_nothing:
-        return 0
-    counted = outputs if facts.reads_a_part else [*inputs, *outputs]
-    return facts.operations * max(map(prod, counted), default=0)
 
 
 def _step_operations(step, device):
@@ -73,6 +59,7 @@ def _whole_operations(graph):
         if isinstance(node, CallNode):
             total += _whole_operations(node.graph)
             continue
-        shapes = [[value.shape for value in tree_leaves(part)] for part in ((node.args, node.kwargs), node.outputs)]
-        total += _computed(node.operator, operator_signature(node).sizes, *shapes)
+        parts = (node.args, node.kwargs), node.outputs
+        elements = [[prod(value.shape) for value in tree_leaves(part)] for part in parts]
+        total += operations_of(node.operator, operator_signature(node).sizes, *elements)
     return total

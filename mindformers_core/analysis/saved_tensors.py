@@ -8,16 +8,16 @@ from dataclasses import replace
 from itertools import count
 from math import prod
 
-from mindformers_core.analysis.algorithms import through_algorithm
 from mindformers_core.analysis.forward_trace import ForwardTrace, LocalTensor, Memory, Run, SharedCall, placeholder
 from mindformers_core.analysis.views import gives_its_input, is_cast_to_its_dtype, viewed
-from mindformers_core.dtypes import ITEM_BYTES
+from mindformers_core.dtypes import ITEM_BYTES, wire_dtype
 from mindformers_core.grouping import grouped
 from mindformers_core.operators.registry import NO_GRADIENT, facts_of
 from mindformers_core.operators.views import contiguous_strides, reshaped
 from mindformers_core.program.environment import follow
 from mindformers_core.program.plan import CallPlan, Redistribution
 from mindformers_core.program.structure import tree_leaves
+from mindformers_core.propagation.algorithms import through_algorithm
 from mindformers_core.redistribution.steps import STEP_KINDS
 
 _EXTREMES = frozenset(("max", "min"))
@@ -176,9 +176,9 @@ class _TraceBuilder:
 
         A max or min reduction saves its input and result: the gradient flows to the ranks that hold the extreme.
         """
-        if tensor.value.dtype == "bool" and steps:
-            moved = self.steps(key, self.cast(key, tensor, "int32"), steps)
-            return self.cast(key, moved, "bool")
+        dtype = tensor.value.dtype
+        if wire_dtype(dtype) != dtype and steps:
+            return self.cast(key, self.steps(key, self.cast(key, tensor, wire_dtype(dtype)), steps), dtype)
         for step in steps:
             run = Run(key, (tensor,))
             self.trace.runs.append(run)

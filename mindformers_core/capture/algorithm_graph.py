@@ -9,7 +9,7 @@ from mindspore import nn
 
 from mindformers_core.capture.capture import capture
 from mindformers_core.dtensor.distributed_operators import run_locally, shard_context
-from mindformers_core.dtensor.move import device_model, meta_of
+from mindformers_core.dtensor.move import meta_of
 from mindformers_core.operators import tensor_meta
 from mindformers_core.program.structure import tree_leaves, tree_map
 from mindformers_core.propagation.operators import call_shapes
@@ -17,8 +17,7 @@ from mindformers_core.redistribution import plan_redistribution
 
 
 def algorithm_of(plan):
-    """Pair of an algorithm's `CellGraph` on this process's device and, for each of its nodes, the `Step`s of a
-    redistribution or None.
+    """Pair of an algorithm's `CellGraph` and, for each of its nodes, the `Step`s of a redistribution or None.
 
     Args:
         plan: an `OperatorPlan` that has an `algorithm`.
@@ -27,15 +26,15 @@ def algorithm_of(plan):
         CaptureError: the algorithm looks at values.
     """
     graph = algorithm_graph(plan, plan.outputs[0].mesh.rank_list[0])
-    return graph, [redistribution_steps(node) for node in graph.nodes]
+    return graph, [redistribution_steps(plan, node) for node in graph.nodes]
 
 
-def redistribution_steps(node):
-    """The `Step`s of a node of an algorithm's graph that is a redistribution; None for any other."""
+def redistribution_steps(plan, node):
+    """The `Step`s of a node of an `OperatorPlan`'s algorithm that is a redistribution; None for any other."""
     if node.operator != "Redistribute":
         return None
-    value, source, target = node.args
-    return plan_redistribution(source, target, source.global_shape(value.shape), value.dtype, device_model()).steps
+    value, source, target, shape = node.args
+    return plan_redistribution(source, target, shape, value.dtype, plan.device_model).steps
 
 
 def algorithm_graph(plan, rank=None):
@@ -44,7 +43,8 @@ def algorithm_graph(plan, rank=None):
     Three kinds of nodes are special:
 
     - the operator itself, under its own name, with other tensors among its arguments;
-    - `Redistribute(value, source, target)`, which moves a local tensor from one `Layout` to another;
+    - `Redistribute(value, source, target, shape)`, which moves a local tensor from one `Layout` to another; `shape` is
+      the global one;
     - `RandomState()`, which gives seed and offset of a random draw (`next_random_state` in `dropout.py`).
 
     Args:
@@ -87,8 +87,9 @@ class _Algorithm(nn.Cell):
 
     def _move(self, local, source, target):
         """As `redistribute_local`, recorded as a node."""
-        shape = target.local_shape(source.global_shape(local.shape))
-        args, meta = self.recorder.stand_in((local, source, target)), self.recorder.meta(shape, local.dtype)
+        shape = source.global_shape(local.shape)
+        args = self.recorder.stand_in((local, source, target, shape))
+        meta = self.recorder.meta(target.local_shape(shape), local.dtype)
         return self.recorder.add_node("Redistribute", "function", args, {}, meta)
 
     def _operator(self, args, kwargs):

@@ -80,6 +80,7 @@ class _ProcessState:
         self.world = None
         self.watch = None  # the `Watch` of a rank among several, else None
         self.counters = []  # the `count_collectives` blocks that are open
+        self.device_model = None  # by which eager calls plan; None: that of the device
         self.observer = Observer()  # receives what programs compute
         for memo in self._memos.values():
             memo.clear()

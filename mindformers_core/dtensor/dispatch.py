@@ -17,7 +17,7 @@ from mindformers_core.dtensor.distributed_operators import run_locally, shard_co
 from mindformers_core.dtensor.dropout import WITHOUT_SEEDS
 from mindformers_core.dtensor.dtensor import DTensor, adopted, parameter_view, wrap
 from mindformers_core.dtensor.in_place import is_in_place
-from mindformers_core.dtensor.move import device_model, dtype_name, redistribute_local
+from mindformers_core.dtensor.move import dtype_name, model_of_device, redistribute_local
 from mindformers_core.dtensor.operator_source import operator_function
 from mindformers_core.layout import Layout
 from mindformers_core.operators import OperatorCall, TensorMeta, resolve, signature_of, tensor_meta
@@ -53,8 +53,9 @@ def dispatch(func, args, kwargs=None):
     for argument in (*args, *kwargs.values()):
         _describe(argument, key, tensors)
     attributes = {} if primitive is None else rule_attributes(func.name, attributes_of(primitive))
-    key = (*key, *attributes.values())
-    programs = process_state().memo(__name__)  # kind of call -> `_Program`, which depends on this process's rank
+    state = process_state()
+    key = (state.device_model, *key, *attributes.values())
+    programs = state.memo(__name__)  # kind of call -> `_Program`, which depends on this process's rank
     try:
         program = programs.get(key)
     except TypeError as error:  # not hashable
@@ -158,8 +159,8 @@ class _Program:
         signature = signature_of(name, args, kwargs | attributes)
         outputs = tuple(Value(place, shape, "", name) for place, shape in enumerate(signature.output_shapes))
         node = OperatorNode(name, "function", args, kwargs, outputs, None, None, None)
-        call = OperatorCall(name, signature, tuple(metas), mesh, device_model())
-        self.plan = plan = operator_plan(node, signature, resolve(call))
+        call = OperatorCall(name, signature, tuple(metas), mesh, model_of_device(mesh))
+        self.plan = plan = operator_plan(node, call, resolve(call))
         self.context = plan.algorithm and shard_context(plan)
         self.targets = tuple(map(_target, metas, plan.inputs))
         flat = not kwargs and sum(isinstance(argument, TensorMeta) for argument in args) == len(metas)

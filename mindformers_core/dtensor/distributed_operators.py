@@ -298,7 +298,8 @@ def shard_context(plan, rank=None):
     shapes = tuple(tensor.shape for tensor in tree_leaves((plan.node.args, plan.node.kwargs), _TENSORS))
     given = plan.outputs[0].mesh, plan.cut_axes, plan.inputs, shapes, world().rank if rank is None else rank
     output = plan.outputs[0], plan.signature.output_shapes[0]
-    return ShardContext(*given, halos=plan.signature.halos, output=output)
+    move = partial(redistribute_local, model=plan.device_model)
+    return ShardContext(*given, halos=plan.signature.halos, output=output, redistribute=move)
 
 
 def run_locally(plan, tensors, operator, context):

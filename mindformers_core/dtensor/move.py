@@ -4,16 +4,22 @@ from functools import cache
 
 from mindspore import Tensor, dtype as mstype, ops
 
-from mindformers_core.communication import communicator, world
+from mindformers_core.communication import communicator, process_state, world
+from mindformers_core.dtypes import wire_dtype
 from mindformers_core.operators import tensor_meta
 from mindformers_core.redistribution import ASCEND, CPU, GPU, plan_redistribution
 
 _DEVICE_MODELS = {"CPU": CPU, "GPU": GPU, "Ascend": ASCEND}
 
 
-def device_model():
-    """The redistribution device model of the device that this process runs on."""
-    return _DEVICE_MODELS[world().device_target]
+@cache
+def _on_mesh(model, mesh):
+    return model.on_mesh(mesh)
+
+
+def model_of_device(mesh):
+    """The `DeviceModel` of eager calls, with the links of a mesh: that of the device, or of the Cell that runs."""
+    return _on_mesh(process_state().device_model or _DEVICE_MODELS[world().device_target], mesh)
 
 
 @cache
@@ -27,16 +33,21 @@ def meta_of(leaf):
     return tensor_meta(tuple(leaf.shape), dtype_name(leaf.dtype)) if isinstance(leaf, Tensor) else leaf
 
 
-def redistribute_local(local, source, target, shape=None):
+def redistribute_local(local, source, target, shape=None, model=None):
     """`local`, this rank's part of a tensor in layout `source`, redistributed to layout `target`; differentiable.
 
-    `shape` is the global shape; default: the global shape of `local` in `source`.
+    Args:
+        local, source, target: the part, and the two layouts.
+        shape: the global shape. Default: that of `local` in `source`.
+        model: the `DeviceModel` by which the way is planned. Default: `model_of_device`.
     """
     if source == target:
         return local
-    if local.dtype == mstype.bool_:  # no sums of bools on the way
-        return ops.cast(redistribute_local(ops.cast(local, mstype.int32), source, target, shape), mstype.bool_)
+    name = dtype_name(local.dtype)
+    if wire_dtype(name) != name:
+        sent = redistribute_local(ops.cast(local, getattr(mstype, wire_dtype(name))), source, target, shape, model)
+        return ops.cast(sent, local.dtype)
     shape = source.global_shape(local.shape) if shape is None else shape
-    for step in plan_redistribution(source, target, shape, dtype_name(local.dtype), device_model()).steps:
+    for step in plan_redistribution(source, target, shape, name, model or model_of_device(source.mesh)).steps:
         local = communicator(source.mesh).cell(step)(local)
     return local

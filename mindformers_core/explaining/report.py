@@ -8,7 +8,6 @@ import os
 from dataclasses import dataclass
 from functools import cache
 
-from mindformers_core.analysis.algorithms import algorithm_steps
 from mindformers_core.analysis.memory import activation_peaks
 from mindformers_core.analysis.traffic import StepEntry, total
 from mindformers_core.layout import Layout
@@ -16,6 +15,7 @@ from mindformers_core.operators.registry import facts_of
 from mindformers_core.program.activation_policy import ExplainedActivations
 from mindformers_core.program.plan import OperatorPlan, Redistribution, by_call
 from mindformers_core.program.structure import tree_leaves
+from mindformers_core.propagation.algorithms import algorithm_steps
 
 
 @dataclass(frozen=True)

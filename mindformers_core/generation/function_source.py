@@ -7,6 +7,7 @@ from itertools import repeat
 
 from mindformers_core.capture.algorithm_graph import algorithm_graph, redistribution_steps
 from mindformers_core.dtensor.operator_source import NamedTensor, literal
+from mindformers_core.dtypes import wire_dtype
 from mindformers_core.operators import TensorMeta, facts_of
 from mindformers_core.program.deferral import NOTHING_DEFERRED, PRODUCTS
 from mindformers_core.program.naming import Names, assigned_names
@@ -195,12 +196,12 @@ class FunctionSource:
         if not steps:
             return source
         expression = source
-        if dtype == "bool":
+        if wire_dtype(dtype) != dtype:
             self.parts.imports |= {"import mindspore as ms", "from mindspore import ops"}
-            expression = f"ops.cast({source}, ms.int32)"
+            expression = f"ops.cast({source}, ms.{wire_dtype(dtype)})"
         for step in steps:
             expression = f"{self.parts.collective(step)}({expression})"
-        if dtype == "bool":
+        if wire_dtype(dtype) != dtype:
             expression = f"ops.cast({expression}, ms.bool_)"
         *_, last = (step.kind for step in steps if step.kind != "view")  # a view is around other steps
         stem, after = source.rpartition(".")[2].partition("[")[0], _AFTER[last.removesuffix("_varying")]
@@ -294,9 +295,9 @@ class FunctionSource:
             self.variables[constant.value.id, None] = self.parts.constant(self.frame, constant)
         self.body.append(f"# {plan.node.operator} over {', '.join(plan.cut_axes) or 'all parts'}: {plan.algorithm}")
         for node in graph.nodes:
-            steps = redistribution_steps(node)
+            steps = redistribution_steps(plan, node)
             if steps is not None:
-                value, source, target = node.args
+                value, source, target, _ = node.args
                 variable = self.variables[value.id, None]
                 moved = self._redistributed(variable, steps, value.dtype, f"{source} -> {target}")
                 self.variables[node.outputs.id, None] = moved

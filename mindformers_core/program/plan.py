@@ -84,6 +84,7 @@ class OperatorPlan(_NodePlan):
         choice: the `Choice`, with the mesh axes that shard every factor.
         algorithm: name of the distributed algorithm that runs instead of the operator, or None.
         cut_axes: the mesh axes over which the algorithm communicates, major to minor.
+        device_model: the `DeviceModel` by which the redistributions of the algorithm are planned.
     """
 
     node: object
@@ -93,6 +94,7 @@ class OperatorPlan(_NodePlan):
     choice: object
     algorithm: str | None = None
     cut_axes: tuple = ()
+    device_model: object = None
 
     @property
     def axes_of(self):

@@ -178,7 +178,7 @@ class _OpenCall:
                     declared = (metas[0].layout, *(None,) * (len(metas) - 1)), None
             asked = self.asked(node, signature, metas, keys, declared)
             found = self.run.resolve(node, asked, self.choices.get(place))
-            plan = operator_plan(node, signature, found)
+            plan = operator_plan(node, asked, found)
         except _LOCATED as error:
             raise type(error)(self.located(node, str(error))) from error
         for key, layout, dims in zip(keys, plan.inputs, signature.inputs):
@@ -211,10 +211,8 @@ class _OpenCall:
             for key in keys
         )
         dtypes = tuple(value.dtype for value in tree_leaves(node.outputs))
-        model = self.run.device_model
-        return OperatorCall(
-            node.operator, signature, metas, self.run.mesh, model, dtypes, *declared, free, trained, kept
-        )
+        mesh, model, price = self.run.mesh, self.run.device_model, partial(self.run.algorithm_price, node)
+        return OperatorCall(node.operator, signature, metas, mesh, model, dtypes, *declared, free, trained, kept, price)
 
     def located(self, node, text):
         """An error's text, extended by the Cell, the operator and the source line."""

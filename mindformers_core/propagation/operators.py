@@ -56,7 +56,7 @@ def _without_layout(leaf):
     return tensor_meta(leaf.shape, leaf.dtype, None, leaf.constant) if isinstance(leaf, Value) else leaf
 
 
-def operator_plan(node, signature, resolution):
-    """The `OperatorPlan` of a `Resolution`."""
-    algorithm = resolution.algorithm
-    return OperatorPlan(node, signature, resolution.inputs, resolution.outputs, resolution.choice, *algorithm)
+def operator_plan(node, call, resolution):
+    """The `OperatorPlan` of a `Resolution` of an `OperatorCall`."""
+    layouts = resolution.inputs, resolution.outputs
+    return OperatorPlan(node, call.signature, *layouts, resolution.choice, *resolution.algorithm, call.device_model)

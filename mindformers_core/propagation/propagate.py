@@ -22,14 +22,15 @@ from mindformers_core.operators.resolve import resolve, resolved
 from mindformers_core.operators.signature import is_float
 from mindformers_core.program.free_variables import lambda_lift
 from mindformers_core.program.structure import tree_leaves
+from mindformers_core.propagation.algorithms import algorithm_steps
 from mindformers_core.propagation.decide import FLOWS, NOTHING, decide_frame
 from mindformers_core.propagation.insertion import insert_redistributions
 from mindformers_core.propagation.lookahead import improve
-from mindformers_core.propagation.operators import operator_signature
-from mindformers_core.redistribution import CPU, FREE, redistribution_price
+from mindformers_core.propagation.operators import operator_plan, operator_signature
+from mindformers_core.redistribution import CPU, FREE, redistribution_price, steps_price
 
 
-def propagate(graph, mesh, arguments, parameters, declarations=None, device_model=CPU, final=True):
+def propagate(graph, mesh, arguments, parameters, declarations=None, device_model=CPU, final=True, algorithm=None):
     """Layouts for every tensor of a captured Cell tree, and the redistributions between them.
 
     Identical calls (the same graph, layouts and declarations) share one `CellPlan` object, so that a model of eighty
@@ -43,6 +44,8 @@ def propagate(graph, mesh, arguments, parameters, declarations=None, device_mode
         declarations: path of a Cell -> its `Declaration`. Default: none.
         device_model: the device model of redistributions. Default: CPU.
         final: whether partial and varying results of the root are reduced, as a loss should be. Default: True.
+        algorithm: as of `through_algorithm`, by which the steps of distributed algorithms are priced. Default: they
+            cost nothing.
 
     Returns:
         The root's `CellPlan`.
@@ -51,10 +54,11 @@ def propagate(graph, mesh, arguments, parameters, declarations=None, device_mode
         ValueError, TypeError: a declaration that doesn't fit, an operator without a rule, or one whose rule rejects
             its arguments; names the Cell and, for operators, the source line.
     """
-    return Propagation(mesh, parameters, declarations or {}, device_model).plan(lambda_lift(graph), arguments, final)
+    run = Propagation(mesh, parameters, declarations or {}, device_model, algorithm=algorithm)
+    return run.plan(lambda_lift(graph), arguments, final)
 
 
-def derive_parameters(graph, mesh, arguments, parameters, declarations=None, device_model=CPU, free=()):
+def derive_parameters(graph, mesh, arguments, parameters, declarations=None, device_model=CPU, free=(), algorithm=None):
     """Storage layouts for parameters without a declared one.
 
     Propagation assumes that the parameters of `free` are available in any layout. Each is then stored in the layout in
@@ -67,7 +71,7 @@ def derive_parameters(graph, mesh, arguments, parameters, declarations=None, dev
     Returns:
         A layout for every parameter: those of `parameters`, with derived ones for `free`.
     """
-    run, graph = Propagation(mesh, parameters, declarations or {}, device_model, free), lambda_lift(graph)
+    run, graph = Propagation(mesh, parameters, declarations or {}, device_model, free, algorithm), lambda_lift(graph)
     decision = run.decide_root(graph, arguments, True)
     found = {}
     for path, use in graph.uses.parameters.items():
@@ -92,23 +96,23 @@ class Propagation:
     """One run of the pass: its settings, and caches for identical calls.
 
     Attributes:
-        mesh, parameters, device_model: see `propagate`.
+        mesh, parameters, device_model, algorithm: see `propagate`.
         free: see `derive_parameters`.
         batch_axes: the mesh axes that cut no parameter with a declared layout.
         weight_axes: those that cut one, and no argument of the root.
     """
 
-    def __init__(self, mesh, parameters, declarations, device_model, free=()):
+    def __init__(self, mesh, parameters, declarations, device_model, free=(), algorithm=None):
         self.mesh = mesh
         self.parameters = parameters
         self.free = frozenset(free)
-        self.device_model = device_model
+        self.device_model, self.algorithm = device_model, algorithm
         weights = {axis for path in parameters.keys() - self.free for axis in _axes(parameters[path])}
         self.batch_axes, self.weight_axes = frozenset(mesh.axis_names) - weights, frozenset(weights)
         self._declarations = declarations
         self._below = _by_ancestor(declarations)
         self._decisions, self._improved, self._plans = {}, {}, {}
-        self._signatures, self._resolutions = {}, {}
+        self._signatures, self._resolutions, self._algorithms = {}, {}, {}
 
     def declaration(self, path):
         """The `Declaration` of a Cell, or None."""
@@ -167,6 +171,16 @@ class Propagation:
     def signature(self, node):
         """The `Signature` of an operator."""
         return _once(self._signatures, id(node), lambda: operator_signature(node))
+
+    def algorithm_price(self, node, asked, found):
+        """The `Price` of the steps of the distributed algorithm of a `Resolution` of an operator."""
+        if self.algorithm is None:
+            return FREE
+        plan = operator_plan(node, asked, found)
+        steps = _once(
+            self._algorithms, (id(node), found.choice, found.inputs), lambda: algorithm_steps(plan, self.algorithm)
+        )
+        return steps_price([(step, gradient and bool(asked.trained)) for step, gradient in steps], self.device_model)
 
     def resolve(self, node, asked, choice):
         """The `Resolution` of an `OperatorCall`: that of a `Choice` where it is possible, else the cheapest."""

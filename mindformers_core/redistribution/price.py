@@ -45,6 +45,13 @@ class Price:
 FREE = Price(0, 0.0, 0.0)
 
 
+def steps_price(steps, device_model):
+    """The `Price` of pairs (`Step`, whether a gradient flows back through it): the collectives of all of them."""
+    runs = [(step, way) for step, gradient in steps for way in (step.forward, step.backward)[: 1 + gradient]]
+    seconds = (device_model.seconds(name, step.axes, step.group_size, step.whole) for step, (name, _) in runs)
+    return Price(0, sum(seconds), 0.0)
+
+
 @lru_cache(maxsize=65536)
 def redistribution_price(source, target, shape, dtype, gradient, device_model):
     """The `Price` of one redistribution; `gradient` says whether a gradient flows back. Varying marks alone are priced.

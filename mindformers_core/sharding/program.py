@@ -9,11 +9,12 @@ import numpy as np
 from mindspore import Tensor
 from mindspore._c_expression import typing
 
+from mindformers_core.capture.algorithm_graph import algorithm_of
 from mindformers_core.capture.capture import capture_with_state
 from mindformers_core.capture.python_state import PythonState
 from mindformers_core.communication.world import process_state
 from mindformers_core.dtensor.dtensor import DTensor, wrap
-from mindformers_core.dtensor.move import device_model, dtype_name
+from mindformers_core.dtensor.move import dtype_name
 from mindformers_core.generation.load import load_module
 from mindformers_core.generation.module_source import ModuleSource
 from mindformers_core.grouping import grouped
@@ -203,7 +204,8 @@ def plan_call(tree, path, args, kwargs, saved_plan=None, states=None):
     elif saved_plan is not None:
         frame = load_plan(saved_plan, graph, tree.mesh, layouts, parameters, declarations, final=path == "")
     else:
-        frame = propagate(graph, tree.mesh, layouts, parameters, declarations, device_model(), final=path == "")
+        model = tree.device_model
+        frame = propagate(graph, tree.mesh, layouts, parameters, declarations, model, path == "", algorithm_of)
     check_plan(frame, final=path == "")
     if not tree.programs:
         _warn_of_undivided(tree, path, frame)

@@ -4,15 +4,17 @@ from collections import Counter
 
 from mindspore import DeviceCtx, Parameter, ParameterTuple, mint, nn
 
+from mindformers_core.capture.algorithm_graph import algorithm_of
 from mindformers_core.capture.capture import capture
 from mindformers_core.communication import process_state, world
 from mindformers_core.dtensor.dtensor import placed_parameter
-from mindformers_core.dtensor.move import device_model, redistribute_local
+from mindformers_core.dtensor.move import model_of_device, redistribute_local
 from mindformers_core.hints import nearest
 from mindformers_core.layout import Layout, bind_layout
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.program.structure import tree_leaves
 from mindformers_core.propagation.propagate import derive_parameters
+from mindformers_core.redistribution import DeviceModel
 from mindformers_core.sharding.declare import cell_label, collect_declarations, eager_cells
 from mindformers_core.sharding.initialize import initializer_of, materialize
 from mindformers_core.sharding.optimizers_before import refuse_optimizers_of
@@ -23,7 +25,9 @@ MODES = ("generated", "eager")
 FULL_BATCH = "full_batch"
 
 
-def shard(cell, mesh, config=None, plan=None, seed=0, mode="generated", inputs=None, check_inputs=True):
+def shard(
+    cell, mesh, config=None, plan=None, seed=0, mode="generated", inputs=None, check_inputs=True, device_model=None
+):
     """Distribute `cell` over `mesh`: in PyNative and under `jit` it then computes the results of one card.
 
     Every Cell class in the tree may define `shard(self, config)` and return `(input_layout, output_layout,
@@ -59,21 +63,25 @@ def shard(cell, mesh, config=None, plan=None, seed=0, mode="generated", inputs=N
             where ranks that should have different shards of the batch have equal ones, or the other way round; and
             `check_replicas` before the first call.
 
+        device_model: a `DeviceModel`, by whose prices the layouts that nobody declared are chosen. Default: that of the
+            device, `ASCEND`, `GPU` or `CPU`.
+
     Returns: `cell` itself.
 
     Raises:
         TypeError, ValueError: a declaration that is malformed or doesn't fit; names the Cell's path, tensor, shape and
             layout. Later, of a call: ranks have parts of different shapes, or other initial weights.
     """
-    _check_arguments(cell, mesh, mode, inputs)
+    _check_arguments(cell, mesh, mode, inputs, device_model)
+    device_model = model_of_device(mesh) if device_model is None else device_model.on_mesh(mesh)
     takes_full_batch = isinstance(inputs, str)
     declarations = collect_declarations(cell, config, plan)
     layouts = _declared_layouts(cell, mesh, declarations)
     whole = {path: Layout.on(mesh, ((),) * p.ndim) for path, p in cell.parameters_and_names() if path not in layouts}
     if inputs is not None and not takes_full_batch:
-        layouts = _derived_layouts(cell, mesh, declarations, layouts | whole, frozenset(whole), inputs)
+        layouts = _derived_layouts(cell, mesh, declarations, layouts | whole, frozenset(whole), inputs, device_model)
     _place_parameters(cell, whole | layouts, seed)
-    tree = ShardedTree(cell, mesh, declarations, takes_full_batch, check_inputs)
+    tree = ShardedTree(cell, mesh, declarations, takes_full_batch, check_inputs, device_model)
     for path in tree.cells if mode == "eager" else eager_cells(cell, plan):
         operators = declarations[path].operators if path in declarations else ()
         if operators:
@@ -85,7 +93,7 @@ def shard(cell, mesh, config=None, plan=None, seed=0, mode="generated", inputs=N
     return cell
 
 
-def _check_arguments(cell, mesh, mode, inputs):
+def _check_arguments(cell, mesh, mode, inputs, device_model):
     if not isinstance(cell, nn.Cell):
         raise TypeError(f"shard() takes a Cell, an instance of a subclass of nn.Cell, not {cell!r}")
     if not isinstance(mesh, DeviceMesh):
@@ -99,6 +107,8 @@ def _check_arguments(cell, mesh, mode, inputs):
         raise ValueError(f"shard(mode={mode!r}): choose one of {', '.join(MODES)}{nearest(str(mode), MODES)}")
     if isinstance(inputs, str) and inputs != FULL_BATCH:
         raise ValueError(f"shard(inputs={inputs!r}): give the arguments of one call as a tuple, or {FULL_BATCH!r}")
+    if device_model is not None and not isinstance(device_model, DeviceModel):
+        raise TypeError(f"shard(device_model={device_model!r}): use CPU, GPU, ASCEND, or one made from these")
 
 
 def _place_parameters(cell, layouts, seed):
@@ -164,7 +174,7 @@ def _declared_layouts(cell, mesh, declarations):
     return {path: declared[id(p)] for path, p in cell.parameters_and_names() if id(p) in declared}
 
 
-def _derived_layouts(cell, mesh, declarations, layouts, free, inputs):
+def _derived_layouts(cell, mesh, declarations, layouts, free, inputs, device_model):
     """Parameter path -> layout, after one propagation in which some are free.
 
     Args:
@@ -173,6 +183,7 @@ def _derived_layouts(cell, mesh, declarations, layouts, free, inputs):
         layouts: of all parameters.
         free: paths of the undeclared ones.
         inputs: arguments of one call, with global tensors.
+        device_model: by which layouts are chosen.
     """
     graph = capture(cell, *inputs)
     declared = declarations[""].inputs if "" in declarations else {}
@@ -181,7 +192,7 @@ def _derived_layouts(cell, mesh, declarations, layouts, free, inputs):
         for value in tree_leaves(structure):
             layout = declared.get(name, Layout.on(mesh, ((),) * len(value.shape)))
             arriving[value.id] = bind_layout(layout, mesh, len(value.shape), name=f"input '{name}' of the root Cell")
-    return derive_parameters(graph, mesh, arriving, layouts, declarations, device_model(), free)
+    return derive_parameters(graph, mesh, arriving, layouts, declarations, device_model, free, algorithm_of)
 
 
 def full_parameters(cell):

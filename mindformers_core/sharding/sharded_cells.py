@@ -5,6 +5,7 @@ import logging
 from mindspore import Parameter, ParameterTuple, Tensor, nn
 
 from mindformers_core.capture.traced import failed_site
+from mindformers_core.communication import process_state
 from mindformers_core.dtensor.aliases import adoptions
 from mindformers_core.dtensor.dtensor import DTensor, parameter_meta, parameter_view, wrap
 from mindformers_core.dtensor.interception import draws_by_position
@@ -159,7 +160,8 @@ class EagerCell(ShardedCell):
                 tree.follow_cells()
                 shapes = tuple(tuple(tensor.shape) for tensor in tree_leaves((args, kwargs), Tensor))
                 tree.compare_inputs(shapes, args, kwargs)
-            with replaced(tree, views={}), tree.storage.call_scope(), draws_by_position(), adoptions():
+            model = replaced(process_state(), device_model=tree.device_model)
+            with replaced(tree, views={}), tree.storage.call_scope(), draws_by_position(), adoptions(), model:
                 args, kwargs = tree.storage.cast_inputs(args, kwargs) if path == "" else (args, kwargs)
                 result = self.run_eagerly(*args, **kwargs)
                 return tree.storage.cast_outputs(result) if path == "" else result

@@ -60,8 +60,9 @@ class ShardedTree:
         check_inputs: whether ranks compare the root's inputs before its first call with a signature.
     """
 
-    def __init__(self, root, mesh, declarations, takes_full_batch, check_inputs):
+    def __init__(self, root, mesh, declarations, takes_full_batch, check_inputs, device_model):
         self.mesh, self.declarations, self.takes_full_batch = mesh, declarations, takes_full_batch
+        self.device_model = device_model
         self.check_inputs = check_inputs and mesh.size > 1 and world().backend != "fake"
         self.programs, self.function_names, self.eager = OrderedDict(), set(), set()
         self._news = {}  # signature -> (what is new at each call, number of such calls in a row)
