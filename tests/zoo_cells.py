@@ -236,13 +236,22 @@ class SharedByEqualLayers(Projected):
         return self.inner(x)
 
 
+class Drawn(nn.Cell):
+    def __init__(self, seed):
+        super().__init__()
+        self.drawn = nn.Dense(WIDTH, WIDTH, weight_init=numbers(WIDTH, WIDTH, seed=seed))
+
+    def construct(self, x):
+        return ops.tanh(self.drawn(x))
+
+
 class Twice(nn.Cell):
     def __init__(self, seed):
         super().__init__()
-        self.twin = nn.Dense(WIDTH, WIDTH, weight_init=numbers(WIDTH, WIDTH, seed=seed))
+        self.twin = Drawn(seed)
 
     def construct(self, x):
-        return self.twin(ops.tanh(self.twin(x)))
+        return self.twin(self.twin(x))
 
 
 class TwiceInEqualLayers(Projected):
