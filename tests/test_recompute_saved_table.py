@@ -123,7 +123,7 @@ def test_every_record_is_whole_and_measured():
 
 def test_what_is_unmeasured_keeps_all_that_is_floating():
     operands = [Operand(0, (2,), "float32", 4), Operand(1, (2,), "int32", 4)]
-    assert facts_of("NobodysOperator").saves is None and facts_of("Swiglu").saves is UNMEASURED
+    assert facts_of("NobodysOperator").saves is facts_of("Swiglu").saves is UNMEASURED
     assert UNMEASURED.kept_inputs(operands) == UNMEASURED.kept_outputs(operands, operands) == operands[:1]
 
 

@@ -10,7 +10,7 @@ from functools import cache, partial
 
 from mindformers_core.analysis.saved_tensors import traced
 from mindformers_core.hints import nearest
-from mindformers_core.program.plan import Redistribution, called_cells, operators_in_order
+from mindformers_core.program.plan import called_cells, operators_in_order
 
 
 class Prediction:
@@ -73,7 +73,8 @@ class Prediction:
         if results is None:
             calls = [str(other) for other, _ in called_cells(self._frame)]
             raise ValueError(f"no call of a Cell at {key}{nearest(str(key), calls)}")
-        made = {inner for inner, place in self._places.items() if inner[: len(key)] == key and _runs(place.entry)}
+        running = (inner for inner, place in self._places.items() if getattr(place.entry, "steps", True))
+        made = {inner for inner in running if inner[: len(key)] == key}
         for tensor in results:
             while tensor is not None:
                 made.discard(tensor.key)
@@ -87,7 +88,3 @@ class Prediction:
                 f"no instruction at {min(unknown)}, which is to be dropped: take keys from operators_in_order(frame)"
             )
         return self.trace(dropped).live_set()
-
-
-def _runs(entry):
-    return not isinstance(entry, Redistribution) or bool(entry.steps)

@@ -14,7 +14,6 @@ from mindformers_core.analysis.views import gives_its_input, is_cast_to_its_dtyp
 from mindformers_core.dtypes import ITEM_BYTES
 from mindformers_core.grouping import grouped
 from mindformers_core.operators.registry import NO_GRADIENT, facts_of
-from mindformers_core.operators.saved import UNMEASURED
 from mindformers_core.operators.views import contiguous_strides, reshaped
 from mindformers_core.program.environment import follow
 from mindformers_core.program.plan import CallPlan, Redistribution
@@ -127,7 +126,7 @@ class _TraceBuilder:
         made = self.results(run, node, tensors, shapes)
         if not needs:
             return made
-        row = facts_of(node.operator).saves or UNMEASURED
+        row = facts_of(node.operator).saves
         results = {tensor.operand(place): tensor for place, tensor in enumerate(made)}
         for operand in row.kept_inputs([*operands]):
             tensor = operands[operand]

@@ -12,9 +12,8 @@ from mindformers_core.checkpoint.moves import plan_moves
 from mindformers_core.checkpoint.parts import divide, parts_of_all
 from mindformers_core.checkpoint.regions import inside, overlap, shape_of, volume
 from mindformers_core.checkpoint.tensors import fill_parameter, model_parts, optimizer_parts, ranks_of, share_weights
-from mindformers_core.communication.point_to_point import channel
+from mindformers_core.communication import channel, world
 from mindformers_core.communication.tensor_bytes import numpy_dtype
-from mindformers_core.communication.world import world
 from mindformers_core.mesh import DeviceMesh
 
 _TENSOR, _READ = (7_020, 0), (7_020, 1)  # tags of messages

@@ -5,9 +5,9 @@ from mindformers_core.communication.collectives import *  # noqa: F403  (its `__
 from mindformers_core.communication.communicator import Communicator, communicator
 from mindformers_core.communication.counter import CollectiveCounts, count_collectives
 from mindformers_core.communication.point_to_point import Channel, channel
-from mindformers_core.communication.world import World, init_distributed, read_launch, shutdown, world
+from mindformers_core.communication.world import World, init_distributed, process_state, read_launch, shutdown, world
 
 __all__ = [
     *collectives.__all__, "Channel", "CollectiveCounts", "Communicator", "World", "channel", "communicator",
-    "count_collectives", "init_distributed", "read_launch", "shutdown", "world",
+    "count_collectives", "init_distributed", "process_state", "read_launch", "shutdown", "world",
 ]  # fmt: skip

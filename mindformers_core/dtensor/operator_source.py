@@ -11,7 +11,7 @@ import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from importlib import import_module
 from operator import attrgetter
 
@@ -170,7 +170,7 @@ def operator_function(node, args, kwargs, spelled=str):
     return _compiled(spelled("\n".join([*call.imports, *made, head, body])))
 
 
-@cache
+@lru_cache(maxsize=1 << 14)
 def _compiled(text):
     """The function `call` that a text defines."""
     space = {}

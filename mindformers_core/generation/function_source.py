@@ -7,8 +7,7 @@ from itertools import repeat
 
 from mindformers_core.capture.algorithm_graph import algorithm_graph, redistribution_steps
 from mindformers_core.dtensor.operator_source import NamedTensor, literal
-from mindformers_core.operators import TensorMeta
-from mindformers_core.operators.registry import facts_of
+from mindformers_core.operators import TensorMeta, facts_of
 from mindformers_core.program.deferral import NOTHING_DEFERRED, PRODUCTS
 from mindformers_core.program.naming import Names, assigned_names
 from mindformers_core.program.observer import Observed

@@ -12,8 +12,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor
 
-from mindformers_core.communication import world
-from mindformers_core.communication.world import process_state
+from mindformers_core.communication import process_state, world
 
 FOLDER_VARIABLE = "MINDFORMERS_CORE_GENERATED"  # environment variable: where generated modules are written, and stay
 

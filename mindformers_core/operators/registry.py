@@ -6,7 +6,7 @@ from functools import cache
 from inspect import signature
 
 from mindformers_core.hints import nearest
-from mindformers_core.operators.saved import SavedByOperator
+from mindformers_core.operators.saved import UNMEASURED, SavedByOperator
 from mindformers_core.operators.signature import spelled, tensors_in, undivided
 from mindformers_core.operators.views import INPUT_IF_OF_ITS_DTYPE, strided
 
@@ -27,7 +27,7 @@ class OperatorFacts:
         attributes: names of attributes of a classic primitive that the rule, or the decomposition, takes as named
             arguments.
         gradient: `FLOWS`; `ZERO`: a gradient is recorded, and is 0; `NO_GRADIENT`: none is recorded.
-        saves: the `SavedByOperator`: the tensors that its gradient saves. None: `UNMEASURED`.
+        saves: the `SavedByOperator`: the tensors that its gradient saves. Default: `UNMEASURED`.
         view: a function of `operators.views`, or one of its constants, where results are views of the first tensor.
         operations: floating-point operations for an element of its largest tensor; or a function that gives the number
             from the local sizes of all factors of its `Signature`, a dict.
@@ -49,7 +49,7 @@ class OperatorFacts:
     draws: bool = False
     attributes: tuple = ()
     gradient: str = FLOWS
-    saves: SavedByOperator | None = None
+    saves: SavedByOperator = UNMEASURED
     view: Callable | str | None = None
     operations: Callable | int = 1
     reads_a_part: bool = False

@@ -11,6 +11,7 @@ from mindspore import Parameter, Tensor, ops
 from mindspore.graph.api import _pynative_executor
 
 from mindformers_core.passes.flat_calls import flatten_fn, treedef, unflatten_fn
+from mindformers_core.passes.weight_split import DeferredProduct
 from mindformers_core.program.deferral import PRODUCTS
 from mindformers_core.program.passed_weights import WEIGHTS
 from mindformers_core.program.structure import tree_fill, tree_leaves
@@ -63,7 +64,8 @@ class CompiledCells:
         arguments = args, {**kwargs, WEIGHTS: weights}
         graph, tensors = self._compiled(path, frame, program, products, arguments), tree_leaves(arguments, Tensor)
         if frame.compiled == "again" and _pynative_executor.grad_flag():
-            outputs = self._tree.activations.checkpoint_call(graph, _collectors(products), tensors)
+            collectors = [each for product in tree_leaves(products, DeferredProduct) for each in product.collectors]
+            outputs = self._tree.activations.checkpoint_call(graph, collectors, tensors)
         else:
             outputs = graph(*map(_no_parameter, tensors))
         return tree_fill(frame.graph.result, outputs)
@@ -104,10 +106,3 @@ def _has_own_gradients(frame):
 def _no_parameter(tensor):
     """A Parameter as an ordinary tensor, with its gradient: a graph would take the Parameter for its own."""
     return ops.reshape(tensor, tensor.shape) if isinstance(tensor, Parameter) else tensor
-
-
-def _collectors(products):
-    """The collectors of all `DeferredProduct`s in nested tuples."""
-    if isinstance(products, tuple):
-        return [each for inner in products for each in _collectors(inner)]
-    return [] if products is None else list(products.collectors)

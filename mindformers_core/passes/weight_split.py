@@ -25,6 +25,7 @@ from mindspore.graph.api import _no_grad
 
 from mindformers_core.communication import communicator
 from mindformers_core.program.deferral import PRODUCTS, DeferredWeight, deferred_weights
+from mindformers_core.program.structure import tree_map
 from mindformers_core.sharding.declare import parameter_at
 from mindformers_core.sharding.sharded_cells import computing_parameters, tree_of_root
 
@@ -162,13 +163,11 @@ class DeferredGradients:
         self._ordinary |= {id(parameter_at(path, self._tree.cells)) for path in ordinary}
         alike = {}
 
-        def products(entry):
-            if isinstance(entry, tuple):
-                return tuple(map(products, entry))
-            alike[entry] = alike.get(entry, -1) + 1
-            return self._product(entry, alike[entry])
+        def product(weight):
+            alike[weight] = alike.get(weight, -1) + 1
+            return self._product(weight, alike[weight])
 
-        self._tree.cells[program.path].__dict__[f"{PRODUCTS}_of_{program.name}"] = products(structure)
+        self._tree.cells[program.path].__dict__[f"{PRODUCTS}_of_{program.name}"] = tree_map(product, structure)
 
     def _product(self, weight, number):
         key = weight, number

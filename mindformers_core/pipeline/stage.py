@@ -5,8 +5,7 @@ from contextlib import nullcontext
 import mindspore as ms
 from mindspore import nn, ops
 
-from mindformers_core.communication.point_to_point import channel
-from mindformers_core.communication.world import world
+from mindformers_core.communication import channel, world
 from mindformers_core.dtensor.dropout import block_of
 from mindformers_core.dtensor.move import dtype_name
 from mindformers_core.passes.forward_backward import ForwardBackward, is_differentiable

@@ -4,8 +4,7 @@ The search for a plan caches and shares its results. The checker is independent 
 again, once for every instruction of every distinct plan. What holds here also holds for the generated program.
 """
 
-from mindformers_core.operators import tensor_meta
-from mindformers_core.operators.registry import facts_of
+from mindformers_core.operators import facts_of, tensor_meta
 from mindformers_core.operators.resolve import checked_outputs
 from mindformers_core.program.plan import CallPlan, Redistribution
 from mindformers_core.program.structure import tree_leaves

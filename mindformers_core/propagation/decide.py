@@ -5,10 +5,8 @@ The places of redistributions are chosen later (see `insertion.py`); here only t
 
 from dataclasses import dataclass, field, replace
 
-from mindformers_core.operators import tensor_meta
-from mindformers_core.operators.registry import facts_of
+from mindformers_core.operators import facts_of, is_float, tensor_meta
 from mindformers_core.operators.resolve import OperatorCall, undivided
-from mindformers_core.operators.signature import is_float
 from mindformers_core.program.graph import CallNode, match_arguments
 from mindformers_core.program.structure import tree_leaves
 from mindformers_core.propagation.boundaries import boundary_target, declared_inputs, declared_outputs

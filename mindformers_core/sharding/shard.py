@@ -5,8 +5,7 @@ from collections import Counter
 from mindspore import DeviceCtx, Parameter, ParameterTuple, mint, nn
 
 from mindformers_core.capture.capture import capture
-from mindformers_core.communication import world
-from mindformers_core.communication.world import process_state
+from mindformers_core.communication import process_state, world
 from mindformers_core.dtensor.dtensor import placed_parameter
 from mindformers_core.dtensor.move import device_model, redistribute_local
 from mindformers_core.hints import nearest

@@ -9,8 +9,7 @@ from mindspore import nn
 from mindspore._c_expression import Cell_, MixedPrecisionType
 
 from mindformers_core.capture.python_state import CURES
-from mindformers_core.communication import world
-from mindformers_core.communication.world import process_state
+from mindformers_core.communication import process_state, world
 from mindformers_core.dtensor.dtensor import DTensor
 from mindformers_core.program.activation_policy import ActivationPolicy
 from mindformers_core.program.graph import class_label

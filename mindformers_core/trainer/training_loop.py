@@ -12,9 +12,8 @@ from mindformers_core.checkpoint.background import BackgroundSave
 from mindformers_core.checkpoint.folders import set_aside
 from mindformers_core.checkpoint.parts import on_all_ranks
 from mindformers_core.checkpoint.tensors import ranks_of
-from mindformers_core.communication import init_distributed
+from mindformers_core.communication import init_distributed, process_state
 from mindformers_core.communication.messages import check_equal
-from mindformers_core.communication.world import process_state
 from mindformers_core.diff.recorder import perturb
 from mindformers_core.files import write_whole
 from mindformers_core.hints import first_of

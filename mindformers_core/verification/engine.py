@@ -15,8 +15,7 @@ from mindformers_core.communication.world import process_state
 from mindformers_core.dtensor.corrected import CORRECTED
 from mindformers_core.dtensor.move import dtype_name
 from mindformers_core.hints import listed
-from mindformers_core.operators.registry import facts_of
-from mindformers_core.operators.signature import is_float
+from mindformers_core.operators import facts_of, is_float
 from mindformers_core.passes.thread_tape import custom_gradients
 from mindformers_core.program.graph import OperatorNode
 from mindformers_core.program.structure import tree_map

@@ -11,8 +11,7 @@ from mindspore import Parameter, Tensor, ops
 from mindformers_core.communication.world import process_state
 from mindformers_core.dtensor.move import dtype_name
 from mindformers_core.dtensor.operator_source import operator_function
-from mindformers_core.operators.registry import facts_of
-from mindformers_core.operators.signature import is_float
+from mindformers_core.operators import facts_of, is_float
 from mindformers_core.passes.thread_tape import ThreadTape
 from mindformers_core.program.graph import CallNode, match_arguments
 from mindformers_core.program.structure import Value, tree_leaves, tree_map

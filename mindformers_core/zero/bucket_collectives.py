@@ -9,8 +9,7 @@ from math import prod
 
 from mindspore import mint, ops
 
-from mindformers_core.communication import communicator
-from mindformers_core.communication.world import process_state
+from mindformers_core.communication import communicator, process_state
 from mindformers_core.sharding.parameter_storage import as_dtype
 
 

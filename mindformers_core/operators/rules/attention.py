@@ -9,7 +9,6 @@ from functools import partial
 
 from mindformers_core.operators.registry import NO_GRADIENT, register_operator
 from mindformers_core.operators.rules.dims import equation
-from mindformers_core.operators.saved import UNMEASURED
 from mindformers_core.operators.signature import TensorMeta, tensors_in
 
 _LAYOUTS = ("BSH", "BNSD", "SBH", "BSND", "TND")  # by the number that MindSpore gives them
@@ -19,9 +18,6 @@ def _operations(sizes):
     """Two products, a scale and a softmax, of all scores, whatever is masked."""
     scores = sizes.get("b", 1) * sizes["g"] * sizes["r"] * sizes["s"] * sizes["t"]
     return scores * (2 * sizes["d"] + 2 * sizes["v"] + 1 + 5)
-
-
-_FACTS = {"saves": UNMEASURED, "operations": _operations}
 
 
 def _attention(args, heads, layout, masks=(), lengths=(), groups=None, **results):
@@ -123,7 +119,7 @@ def key_length(args):
     return args[1].shape[layout.index("T" if layout == "TND" else "S")]
 
 
-@register_operator("FlashAttentionScore", **_FACTS)
+@register_operator("FlashAttentionScore", operations=_operations)
 def flash_attention(*args):
     """Softmax's maxima and sums, an unused output, and the attention. Dropped scores are those of one card."""
     found = _attention(args, 10, 16, (3, 4, 6), (7, 8, 9), before=("eight", "eight", "none"))
@@ -138,14 +134,14 @@ def flash_attention(*args):
     return replace(found, run="attention_dropout")
 
 
-@register_operator("RingAttentionUpdate", saves=UNMEASURED, operations=6)
+@register_operator("RingAttentionUpdate", operations=6)
 def ring_attention_update(*args):
     """The attention over two parts of the keys, from those of each with softmax's maxima and sums (layout SBH)."""
     part = "s b h*D, b h s E, b h s E"
     return equation(f"{part}, {part} -> {part}", *tensors_in(args))
 
 
-@register_operator("SpeedFusionAttention", **_FACTS)
+@register_operator("SpeedFusionAttention", operations=_operations)
 def speed_fusion_attention(*args):
     """Attention, softmax's maxima and sums, and a seed. Where the device draws which scores it drops, all is whole."""
     after = ("eight", "eight", "empty", "scalar", "scalar", "scalar")
@@ -157,10 +153,10 @@ def speed_fusion_attention(*args):
 _INFERENCE = ("PromptFlashAttention", 12, 16, (3, 6), (4, 5), 17), ("IncreFlashAttention", 15, 16, (3, 5), (4,), 18)
 for _name, *_places in _INFERENCE:  # of prompts, and of one more token of each example
     _rule = partial(lambda places, *args: _attention(args, *places), tuple(_places))
-    register_operator(_name, gradient=NO_GRADIENT, **_FACTS)(_rule)
+    register_operator(_name, gradient=NO_GRADIENT, operations=_operations)(_rule)
 
 
-@register_operator("FusedInferAttentionScore", gradient=NO_GRADIENT, **_FACTS)
+@register_operator("FusedInferAttentionScore", gradient=NO_GRADIENT, operations=_operations)
 def fused_infer_attention(*args):
     """The attention of prompts or of one more token, for inference, and the logarithm of softmax's sums."""
     return _attention(args, 24, 28, (3, 4), (5, 6), 29, after=("one" if args[34] else "none",))

@@ -2,12 +2,11 @@
 
 from functools import partial
 
-from mindformers_core.operators import saved
 from mindformers_core.operators.registry import NO_GRADIENT, register_operator
 from mindformers_core.operators.rules.dims import unary
 from mindformers_core.operators.signature import Signature, TensorMeta
 
-_FACTS = {"draws": True, "saves": saved.UNMEASURED, "gradient": NO_GRADIENT, "operations": 20}
+_FACTS = {"draws": True, "gradient": NO_GRADIENT, "operations": 20}
 
 
 def _drawn(run, shape, seed, offset, dtype, *bounds):

@@ -88,13 +88,13 @@ for _names, _saves, _facts in _NONLINEAR:
 
 
 # the second output is the tensor that the kernel saves for its gradient
-register_operator("LogSigmoid", saves=saved.UNMEASURED)(lambda x: unary(x, outputs=2))
+register_operator("LogSigmoid")(lambda x: unary(x, outputs=2))
 
 
 @register_operator("Neg", "Identity", saves=saved.NOTHING)
-@register_operator("Conj", "Imag", "ImagView", "Real", "RealView", saves=saved.UNMEASURED)
+@register_operator("Conj", "Imag", "ImagView", "Real", "RealView")
 @register_operator("Contiguous", saves=saved.NOTHING, rewrite="Identity")  # graphs may not schedule one they return
-@register_operator("Copy", "Clone", saves=saved.UNMEASURED)
+@register_operator("Copy", "Clone")
 @register_operator(
     "StopGradient", saves=saved.NOTHING, gradient=NO_GRADIENT, view=views.INPUT, source="ops.stop_gradient(value)"
 )
@@ -103,7 +103,7 @@ def _linear_unary(x, *_, **__):
 
 
 @register_operator("Muls", "Divs", saves=saved.NOTHING)
-@register_operator("DivNoNan", "MulNoNan", saves=saved.UNMEASURED)
+@register_operator("DivNoNan", "MulNoNan")
 @register_operator("Div", saves=_QUOTIENT)
 @register_operator("RealDiv", saves=replace(_QUOTIENT, as_they_are=True))
 def _linear_in_first(x, *args, **named):
@@ -120,7 +120,7 @@ def _product(*factors, **named):
 @register_operator("AddExt", "AddScalar", saves=saved.NOTHING, rewrite=without_alpha("Add"))
 @register_operator("SubExt", "SubScalar", saves=saved.NOTHING, rewrite=without_alpha("Sub"))
 @register_operator("AddN", saves=saved.NOTHING, source="(x)")
-@register_operator("AccumulateNV2", saves=saved.UNMEASURED, source="(x)")
+@register_operator("AccumulateNV2", source="(x)")
 def _sum_of_terms(*terms, **named):
     """A sum of tensors is linear in all of them together; with anything else than a 0 among them it is only affine."""
     terms = [*terms, *(value for name, value in named.items() if name != "alpha")]
@@ -129,7 +129,7 @@ def _sum_of_terms(*terms, **named):
     return elementwise(*tensors, linear=() if affine else (set(range(len(tensors))),))
 
 
-@register_operator("Assign", saves=saved.UNMEASURED, gradient=NO_GRADIENT, writes=True)
+@register_operator("Assign", gradient=NO_GRADIENT, writes=True)
 def _assign(parameter, value):
     """What is written is whole, or a part, as the Parameter is."""
     if parameter.shape != value.shape:
@@ -171,7 +171,7 @@ def dropout(x, keep_prob=0.5, seed0=0, seed1=0):
     return unary(x, outputs=2, run="dropout")
 
 
-@register_operator("FuncDropoutExt", draws=True, saves=saved.UNMEASURED, operations=10)
+@register_operator("FuncDropoutExt", draws=True, operations=10)
 def functional_dropout(x, p=0.5, training=True, inplace=False, seed=None, offset=None):
     """As `Dropout`, without the mask: what `mint` calls. `seed` and `offset` are scalar tensors."""
     if inplace:

@@ -5,11 +5,10 @@ from math import prod
 from mindformers_core.operators.registry import register_operator
 from mindformers_core.operators.rules.dims import equation
 from mindformers_core.operators.rules.indexing import check_indices
-from mindformers_core.operators.saved import UNMEASURED
 from mindformers_core.operators.signature import TensorMeta, tensors_in
 
 
-@register_operator("Gmm", "GmmV2", saves=UNMEASURED)
+@register_operator("Gmm", "GmmV2")
 def grouped_product(x, weight, bias=None, group_list=None, group_type=0, group_list_type=0, *, partial=True):
     """The product of each group's rows and its own matrix; where dims that are summed have groups, a matrix for each.
 
@@ -27,7 +26,7 @@ def grouped_product(x, weight, bias=None, group_list=None, group_type=0, group_l
     return equation(f"{text} -> M n", *tensors, sizes=sizes, **more)
 
 
-@register_operator("GroupedMatmulV4", saves=UNMEASURED)
+@register_operator("GroupedMatmulV4")
 def grouped_matmul(x, weight, bias=None, scale=None, offset=None, antiquant_scale=None, antiquant_offset=None,
                    pre_token_scale=None, group_list=None, activation_input=None, activation_quant_scale=None,
                    activation_quant_offset=None, split_item=0, group_type=-1, group_list_type=0, act_type=0,
@@ -41,7 +40,7 @@ def grouped_matmul(x, weight, bias=None, scale=None, offset=None, antiquant_scal
     return grouped_product(x, weight, bias, group_list, group_type, group_list_type, partial=not act_type)
 
 
-@register_operator("MoeTokenPermute", saves=UNMEASURED)
+@register_operator("MoeTokenPermute")
 def permute_tokens(tokens, indices, num_out_tokens=None, padded_mode=False):
     """Tokens in the order of their experts, once for each, and the places that they come from."""
     check_indices(indices)
@@ -52,7 +51,7 @@ def permute_tokens(tokens, indices, num_out_tokens=None, padded_mode=False):
     return equation(f"T h, T {'K' * (indices.ndim - 1)} -> R h, P", tokens, indices, sizes=sizes)
 
 
-@register_operator("MoeTokenUnpermute", "InnerMoeTokenUnpermute", saves=UNMEASURED)
+@register_operator("MoeTokenUnpermute", "InnerMoeTokenUnpermute")
 def unpermute_tokens(permuted, sorted_indices, probs=None, padded_mode=False, restore_shape=None):
     """Tokens in their own order: the sum over each token's experts, weighted by `probs`."""
     check_indices(sorted_indices)
@@ -63,7 +62,7 @@ def unpermute_tokens(permuted, sorted_indices, probs=None, padded_mode=False, re
     return equation(f"R h, P{', T K' * (len(tensors) - 2)} -> T h", *tensors, sizes=sizes, linear=({0},))
 
 
-@register_operator("MoeInitRoutingV2", saves=UNMEASURED)
+@register_operator("MoeInitRoutingV2")
 def init_routing(x, expert_idx, active_num=0, expert_capacity=0, expert_num=0, drop_pad_mode=0, counts=0, before=False):
     """Tokens in the order of their experts, their places, and (`counts`, for experts without a capacity) how many."""
     check_indices(expert_idx)

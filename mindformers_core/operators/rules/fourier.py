@@ -4,7 +4,6 @@ from functools import partial
 
 from mindformers_core.operators.registry import register_operator
 from mindformers_core.operators.rules.dims import as_dims, bound, parameters, unary
-from mindformers_core.operators.saved import UNMEASURED
 
 # Prefix of an operator's name -> the number of elements that the last transformed dim gets, from that of its input or
 # the one asked for. The other transformed dims keep theirs, or get the one asked for.
@@ -39,11 +38,11 @@ def _transform(kind, ending, x, *args, **named):
 
 for _kind in _LAST:
     for _ending in _DIMS:
-        register_operator(_kind + _ending, saves=UNMEASURED, operations=10)(partial(_transform, _kind, _ending))
+        register_operator(_kind + _ending, operations=10)(partial(_transform, _kind, _ending))
 
 
-@register_operator("FFTShift", saves=UNMEASURED, source="mindformers_core.dtensor.corrected.centered")
-@register_operator("IFFTShift", saves=UNMEASURED, source="mindformers_core.dtensor.corrected.decentered")
+@register_operator("FFTShift", source="mindformers_core.dtensor.corrected.centered")
+@register_operator("IFFTShift", source="mindformers_core.dtensor.corrected.decentered")
 def shifted(x, dim=None):
     """The zero frequency in the middle, or back."""
     return unary(x, whole=as_dims(dim, x.ndim), linear=({0},))

@@ -5,10 +5,10 @@ from dataclasses import replace
 from mindformers_core.operators.registry import register_operator
 from mindformers_core.operators.rules.dims import as_dim, dim_names, unary
 from mindformers_core.operators.rules.elementwise import elementwise
-from mindformers_core.operators.saved import INPUTS, UNMEASURED
+from mindformers_core.operators.saved import INPUTS
 
 
-@register_operator("Swiglu", saves=UNMEASURED, operations=5)
+@register_operator("Swiglu", operations=5)
 @register_operator("GLU", saves=INPUTS, operations=4)
 def gated(x, dim=-1):
     """One half of `dim` times a function of the other: the halves of a shard are not shards of the halves."""
@@ -18,7 +18,7 @@ def gated(x, dim=-1):
     return unary(x, {place: [("half",)]}, sizes={"half": x.shape[place] // 2}, whole=(place,))
 
 
-@register_operator("RotaryPositionEmbedding", saves=UNMEASURED, operations=3)
+@register_operator("RotaryPositionEmbedding", operations=3)
 def rotary_embedding(x, cos, sin, mode=0):
     """Pairs of elements of the last dim, rotated by angles that are broadcast to `x`: linear in `x`."""
     plain = elementwise(x, cos, sin)

@@ -3,7 +3,7 @@
 from mindformers_core.operators.registry import register_operator
 from mindformers_core.operators.rules.dims import as_dim, dim_names, dim_sizes, equation, integers, unary
 from mindformers_core.operators.rules.elementwise import keeps_digits
-from mindformers_core.operators.saved import INDICES, INPUTS, INPUTS_AS_THEY_ARE, NOTHING, SECOND_RESULT, UNMEASURED
+from mindformers_core.operators.saved import INDICES, INPUTS, INPUTS_AS_THEY_ARE, NOTHING, SECOND_RESULT
 from mindformers_core.operators.signature import Signature, TensorMeta, spelled, tensors_in
 
 # operators that give as many results as the values ask for: a capture has no shape for them, the eager engine runs them
@@ -41,7 +41,7 @@ def _summed(factors, algorithm):
     return {"reduced": dict.fromkeys(factors, "sum"), "distributed": dict.fromkeys(factors, algorithm)}
 
 
-@register_operator("SparseGatherV2", saves=UNMEASURED, reads_a_part=True)
+@register_operator("SparseGatherV2", reads_a_part=True)
 @register_operator("DeprecatedGather", saves=INDICES, reads_a_part=True, source=".gather")
 @register_operator("Gather", saves=INDICES, reads_a_part=True)
 def gather(params, input_indices, axis, batch_dims=0):
@@ -62,7 +62,7 @@ def index_select(x, dim, index):
     return _lookup(x, index, dim)
 
 
-@register_operator("Take", "DeprecatedTake", saves=UNMEASURED, reads_a_part=True, source=".take")
+@register_operator("Take", "DeprecatedTake", reads_a_part=True, source=".take")
 def take(x, indices, axis=None, mode="clip"):
     """`x` at `indices` along `axis`, by NumPy's rules for indices out of range, so with all of the dim available."""
     if axis is None:
@@ -112,7 +112,7 @@ def gather_nd(x, indices):
     return Signature((names, found), ((*found[:-1], *names[depth:]),), sizes, linear=({0},), **more)
 
 
-@register_operator("Embedding", saves=UNMEASURED, reads_a_part=True)
+@register_operator("Embedding", reads_a_part=True)
 def embedding(indices, weight, padding_idx=None, max_norm=None, norm_type=2.0, scale_grad_by_freq=False):
     """Rows of `weight` by number. With a padding row, whose gradient is left out, the vocabulary is whole."""
     if max_norm is not None or scale_grad_by_freq:
@@ -123,7 +123,7 @@ def embedding(indices, weight, padding_idx=None, max_norm=None, norm_type=2.0, s
 
 
 @register_operator("OneHot", saves=NOTHING)
-@register_operator("OneHotExt", saves=UNMEASURED)
+@register_operator("OneHotExt")
 def one_hot(indices, depth, on_value=1, off_value=0, axis=-1):
     """A new dim at `axis`, in which position `indices` is on."""
     if integers((depth,), "a depth")[0] < 0:
@@ -158,7 +158,7 @@ def _taken(x, place, count, keepdim, **more):
     return unary(x, {place: [("taken",)] * keepdim}, 2, {"taken": count} if keepdim else (), **more)
 
 
-@register_operator("Kthvalue", saves=UNMEASURED)
+@register_operator("Kthvalue")
 def kth_value(x, k, dim=-1, keepdim=False):
     """The `k`-th smallest along `dim`, and its position."""
     place = as_dim(dim, x.ndim)
@@ -194,14 +194,14 @@ def cumulative_sum(x, *args, **named):
     return _scan("cumsum", x, plain.get("dim"), linear=({0},) if passes else (), localize=order)
 
 
-@register_operator("CumProd", saves=UNMEASURED, source="mindformers_core.dtensor.corrected.cumulative_product")
+@register_operator("CumProd", source="mindformers_core.dtensor.corrected.cumulative_product")
 def cumulative_product(x, dim, *_):
     """Products of all elements up to each along `dim`."""
     return _scan("cumprod", x, dim)
 
 
 @register_operator(
-    "CumulativeLogsumexp", saves=UNMEASURED, operations=4, numbers=(1,), attributes=("exclusive", "reverse"),
+    "CumulativeLogsumexp", operations=4, numbers=(1,), attributes=("exclusive", "reverse"),
     source="mindformers_core.dtensor.corrected.log_cumulative_sum",
 )  # fmt: skip
 def cumulative_log_sum(x, dim, exclusive=False, reverse=False):
@@ -215,11 +215,11 @@ def _scan(algorithm, x, dim, outputs=1, **more):
 
 
 # the extreme of all elements up to each along a dim, and its position
-register_operator("Cummax", saves=UNMEASURED)(lambda x, dim: _scan("cummax", x, dim, 2))
-register_operator("Cummin", "CumminExt", saves=UNMEASURED)(lambda x, dim: _scan("cummin", x, dim, 2))
+register_operator("Cummax")(lambda x, dim: _scan("cummax", x, dim, 2))
+register_operator("Cummin", "CumminExt")(lambda x, dim: _scan("cummin", x, dim, 2))
 
 
-@register_operator("ReverseSequence", saves=UNMEASURED, attributes=("seq_dim", "batch_dim"))
+@register_operator("ReverseSequence", attributes=("seq_dim", "batch_dim"))
 def reversed_sequences(x, lengths, seq_dim, batch_dim=0):
     """The first elements of every sequence in the opposite order, as many as `lengths` says."""
     names, place = dim_names(x), as_dim(seq_dim, x.ndim)

@@ -4,7 +4,7 @@ from mindformers_core.operators import views
 from mindformers_core.operators.registry import register_operator
 from mindformers_core.operators.rewrites import split_by_method
 from mindformers_core.operators.rules.dims import along, as_dim, dim_names, dim_sizes, equation, unary
-from mindformers_core.operators.saved import INPUTS_AS_THEY_ARE, NOTHING, UNMEASURED
+from mindformers_core.operators.saved import INPUTS_AS_THEY_ARE, NOTHING
 from mindformers_core.operators.signature import Signature
 
 
@@ -27,7 +27,7 @@ def concat(tensors, dim=0):
 
 
 @register_operator("Stack", saves=NOTHING, attributes=("axis",), source="(x)")
-@register_operator("StackExt", saves=UNMEASURED, attributes=("dim",), source="(tensors, dim=0)")
+@register_operator("StackExt", attributes=("dim",), source="(tensors, dim=0)")
 def stack(tensors, dim=0):
     """Tensors side by side along a new dim."""
     names, linear = _names_of_first(tensors), (set(range(len(tensors))),)

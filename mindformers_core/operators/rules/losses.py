@@ -10,7 +10,7 @@ from mindformers_core.operators.rules.dims import bound, equation, parameters
 from mindformers_core.operators.rules.elementwise import elementwise
 from mindformers_core.operators.rules.indexing import check_indices, positional
 from mindformers_core.operators.rules.scattering import CORRECTED
-from mindformers_core.operators.saved import INPUTS_AS_THEY_ARE, SECOND_RESULT, UNMEASURED, SavedByOperator
+from mindformers_core.operators.saved import INPUTS_AS_THEY_ARE, SECOND_RESULT, SavedByOperator
 from mindformers_core.operators.signature import tensors_in, undivided
 
 _REDUCTIONS = ("sum", "mean", "none")  # by the number that MindSpore gives them
@@ -46,8 +46,8 @@ _ELEMENTWISE = (
     ("SmoothL1Loss", "target beta reduction='mean'", False, {"saves": saved.INPUTS, "operations": 4}),
     ("BCEWithLogitsLoss", "target weight pos_weight reduction='mean'", False, _LOGITS),
     ("BinaryCrossEntropy", "target weight reduction='mean'", False, {"saves": saved.INPUTS, "operations": 6}),
-    ("MSELossExt L1LossExt SoftMarginLoss", _BY_PLACE, True, {"saves": UNMEASURED, "operations": 3}),
-    ("KLDiv", "target reduction='mean' log_target", True, {"saves": UNMEASURED, "operations": 4}),
+    ("MSELossExt L1LossExt SoftMarginLoss", _BY_PLACE, True, {"operations": 3}),
+    ("KLDiv", "target reduction='mean' log_target", True, {"operations": 4}),
     ("KLDivLoss", _BY_PLACE, False, _WORD),
     ("SigmoidCrossEntropyWithLogits", "target reduction='none'", False, {"saves": INPUTS_AS_THEY_ARE, "operations": 7}),
 )
@@ -55,8 +55,8 @@ for _names, _order, _broadcasts, _facts in _ELEMENTWISE:
     register_operator(*_names.split(), **_facts)(partial(_elementwise_loss, _order, _broadcasts))
 
 
-@register_operator("MultiMarginLoss", saves=UNMEASURED, attributes=("reduction",), source="(x, target, weight=None)")
-@register_operator("MultilabelMarginLoss", saves=UNMEASURED, attributes=("reduction",), source="(x, target)")
+@register_operator("MultiMarginLoss", attributes=("reduction",), source="(x, target, weight=None)")
+@register_operator("MultilabelMarginLoss", attributes=("reduction",), source="(x, target)")
 def margin_loss(x, target, weight=None, reduction="mean"):
     """Of (examples, classes) with one position, or several in a row, as labels; then with which were meant, besides."""
     check_indices(target)
@@ -67,7 +67,7 @@ def margin_loss(x, target, weight=None, reduction="mean"):
     return _reduced(equation(text, *tensors_in([x, target, weight])), reduction)
 
 
-@register_operator("TripletMarginLoss", saves=UNMEASURED, attributes=("reduction",))
+@register_operator("TripletMarginLoss", attributes=("reduction",))
 def triplet_margin_loss(x, positive, negative, margin, reduction="mean"):
     """Distances over dim 1 of three tensors that are alike."""
     tensors = tensors_in([x, positive, negative, margin])
@@ -75,20 +75,20 @@ def triplet_margin_loss(x, positive, negative, margin, reduction="mean"):
     return _reduced(equation(text, *tensors), reduction)
 
 
-@register_operator("CosineEmbeddingLoss", saves=UNMEASURED)
+@register_operator("CosineEmbeddingLoss")
 def cosine_embedding_loss(x, other, target, margin=0.0, reduction="mean"):
     """Of two tensors (examples, features), or (features,), and a target for each example."""
     return _reduced(equation("... D, ... D, ... -> ...", x, other, target), reduction)
 
 
-@register_operator("CTCLossV2", saves=UNMEASURED)
+@register_operator("CTCLossV2")
 def ctc_loss(log_probs, targets, input_lengths, target_lengths):
     """For each sequence of (time, sequences, classes) a loss, and logarithms of all its alignments' probabilities."""
     tensors, states = (log_probs, targets, input_lengths, target_lengths), 2 * targets.shape[-1] + 1
     return equation("T n C, n S, n, n -> n, n T P", *tensors, sizes={"P": states})
 
 
-@register_operator("CTCLoss", saves=UNMEASURED)
+@register_operator("CTCLoss")
 def ctc_loss_of_sparse_labels(x, labels_indices, labels_values, sequence_length):
     """As `ctc_loss`; indices say whose labels they are, so all is whole."""
     return undivided((x, labels_indices, labels_values, sequence_length), (x.shape[1:2], x.shape))
@@ -103,7 +103,7 @@ def _ignored(operands, results):
     "NLLLoss", saves=SavedByOperator("all", outputs=(1,), internal=_ignored),
     source=f"{CORRECTED}negative_log_likelihood",
 )  # fmt: skip
-@register_operator("NLLLoss2d", saves=UNMEASURED)
+@register_operator("NLLLoss2d")
 def negative_log_likelihood(logits, labels, weight, reduction="mean", ignore_index=-100):
     """The loss for log-probabilities (examples, classes, …), and the sum of the labels' weights.
 

@@ -142,7 +142,7 @@ def _first_as_column(operands, results):
     return [operand.nbytes for operand in operands[:1] if any(other.needs for other in operands if other.place == 1)]
 
 
-@register_operator("Ger", saves=UNMEASURED)
+@register_operator("Ger")
 @register_operator("Outer", saves=SavedByOperator(inputs_by_need={0: (1,)}, internal=_first_as_column), source=".outer")
 def outer(a, b):
     """All products of the elements of two vectors."""
@@ -150,9 +150,8 @@ def outer(a, b):
 
 
 @register_operator(
-    "Einsum", saves=UNMEASURED, operations=_operations, attributes=("equation",),
-    source="mindformers_core.dtensor.einsum.contract",
-)  # fmt: skip
+    "Einsum", operations=_operations, attributes=("equation",), source="mindformers_core.dtensor.einsum.contract"
+)
 def einsum(operands, equation):
     """A contraction by its equation, of shape (1,) for a number."""
     names, output = einsum_names(equation, [operand.ndim for operand in operands])

@@ -5,7 +5,7 @@ from functools import partial
 from mindformers_core.operators.registry import register_operator
 from mindformers_core.operators.rules.dims import along, as_dims, dim_names, equation, integers, unary
 from mindformers_core.operators.rules.elementwise import elementwise
-from mindformers_core.operators.saved import NOTHING, UNMEASURED
+from mindformers_core.operators.saved import NOTHING
 from mindformers_core.operators.signature import is_float, tensors_in, undivided
 
 _EQUATIONS = {  # names of operators, and the equation of each: `S` is the smaller one of `M` and `N`
@@ -38,15 +38,15 @@ def _matrices(name, text, *args, **named):
 for _operators, _equation in _EQUATIONS.items():
     for _name in _operators.split():
         _rule, _source = partial(_matrices, _name, _equation), ".inverse" if _name == "MatrixInverseExt" else ""
-        register_operator(_name, saves=UNMEASURED, operations=100, source=_source)(_rule)
+        register_operator(_name, operations=100, source=_source)(_rule)
 
 
 def _mode_by_name(name, args, kwargs):
     return name, (args[0], ("reduced", "complete", "r")[args[1]]), kwargs
 
 
-@register_operator("Qr", saves=UNMEASURED, operations=100)
-@register_operator("LinalgQr", saves=UNMEASURED, operations=100, rewrite=_mode_by_name)
+@register_operator("Qr", operations=100)
+@register_operator("LinalgQr", operations=100, rewrite=_mode_by_name)
 def orthogonal_triangular(x, mode=0):
     """Two factors; by `mode` 1, or True, of all columns; by 2 the second one alone, and an empty tensor."""
     least = min(x.shape[-2:])
@@ -55,7 +55,7 @@ def orthogonal_triangular(x, mode=0):
     return equation("... M N -> ... M Q, ... Q N", x, sizes={"Q": x.shape[-2] if mode else least})
 
 
-@register_operator("Svd", saves=UNMEASURED, operations=100)
+@register_operator("Svd", operations=100)
 def singular_values(x, full_matrices=False, compute_uv=True):
     """Singular values, and the vectors of both sides, in place of which there may be tensors of one element."""
     least = min(x.shape[-2:])
@@ -65,19 +65,19 @@ def singular_values(x, full_matrices=False, compute_uv=True):
     return equation("... M N -> ... S, ... M U, ... N V", x, sizes={"S": least, "U": rows, "V": columns})
 
 
-@register_operator("Eig", saves=UNMEASURED, operations=100)
+@register_operator("Eig", operations=100)
 def eigenvalues(x, compute_v=False):
     """Eigenvalues, and the vectors, or a tensor without dims."""
     return equation("... N N' -> ... N, ... N N'" if compute_v else "... N N' -> ... N, ", x)
 
 
-@register_operator("Cdist", saves=UNMEASURED)
+@register_operator("Cdist")
 def distances(x, y, p=2.0):
     """The distance of every row of `x` from every row of `y`."""
     return equation("... p M, ... r M -> ... p r", x, y)
 
 
-@register_operator("Cross", saves=UNMEASURED)
+@register_operator("Cross")
 def cross_product(x, y, dim=-65530):
     """Of vectors of three elements along `dim`; by default the first dim of that size."""
     if x.ndim != y.ndim:
@@ -86,7 +86,7 @@ def cross_product(x, y, dim=-65530):
     return elementwise(x, y, linear=({0}, {1}), whole=frozenset({f"d{dim}"}))
 
 
-@register_operator("Meshgrid", saves=UNMEASURED)
+@register_operator("Meshgrid")
 def grid(vectors, indexing=0):
     """Each vector along a dim of its own; with `indexing` 1, "xy", the first two dims are swapped."""
     names = [f"v{number}" for number, _ in enumerate(vectors)]
@@ -108,14 +108,14 @@ for _name, _facts in (("Tril", {"attributes": ("diagonal",)}), ("TrilExt", {"sou
     register_operator(_name, saves=NOTHING, **_facts)(lambda x, diagonal=0: _band(x, None, diagonal))
 
 
-@register_operator("MatrixBandPart", saves=UNMEASURED)
+@register_operator("MatrixBandPart")
 def band_part(x, lower, upper):
     """So many diagonals below and above the main one; a negative number is all."""
     lower, upper = integers((lower, upper), "a band")
     return _band(x, None if lower < 0 else -lower, None if upper < 0 else upper)
 
 
-@register_operator("Trace", "TraceExt", "TraceV2", saves=UNMEASURED)
+@register_operator("Trace", "TraceExt", "TraceV2")
 def trace(x, offset=0, axis1=0, axis2=1, dtype=None):
     """The sum of a diagonal: parts of rows or columns hold terms of it."""
     dims = as_dims((axis1, axis2), x.ndim)
@@ -131,7 +131,7 @@ def _entries(rows, columns, offset):
     return max(0, min(rows + min(offset, 0), columns - max(offset, 0)))
 
 
-@register_operator("Diagonal", saves=UNMEASURED)
+@register_operator("Diagonal")
 def diagonal(x, offset=0, dim1=0, dim2=1):
     """A diagonal of the matrices in two dims, as the last dim."""
     dims = as_dims((dim1, dim2), x.ndim)
@@ -140,7 +140,7 @@ def diagonal(x, offset=0, dim1=0, dim2=1):
     return unary(x, output, sizes=sizes, whole=dims, linear=({0},))
 
 
-@register_operator("DiagExt", saves=UNMEASURED, source=".diag")
+@register_operator("DiagExt", source=".diag")
 def diagonal_matrix(x, diagonal=0):
     """A matrix with the vector `x` on a diagonal, or the diagonal of a matrix: all is whole."""
     if x.ndim not in (1, 2):
@@ -150,6 +150,6 @@ def diagonal_matrix(x, diagonal=0):
 
 
 # whole inputs: a number on the diagonal, distances between the rows, and a diagonal of twice as many dims
-register_operator("FillDiagonal", saves=UNMEASURED)(lambda x: undivided((x,), (x.shape,)))
-register_operator("Pdist", saves=UNMEASURED)(lambda x: undivided((x,), ((x.shape[0] * (x.shape[0] - 1) // 2,),)))
-register_operator("Diag", saves=UNMEASURED)(lambda x: undivided((x,), (x.shape * 2,), ({0},)))
+register_operator("FillDiagonal")(lambda x: undivided((x,), (x.shape,)))
+register_operator("Pdist")(lambda x: undivided((x,), ((x.shape[0] * (x.shape[0] - 1) // 2,),)))
+register_operator("Diag")(lambda x: undivided((x,), (x.shape * 2,), ({0},)))

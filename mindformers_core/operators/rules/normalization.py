@@ -31,7 +31,7 @@ def layer_norm(x, gamma, beta, begin_norm_axis=1, begin_params_axis=1, epsilon=1
     return _normalised(x, start, (gamma, beta), 2, as_dim(begin_params_axis, x.ndim))
 
 
-@register_operator("LayerNormExt", saves=UNMEASURED, operations=7)
+@register_operator("LayerNormExt", operations=7)
 def layer_norm_shape(x, normalized_shape, weight=None, bias=None, eps=1e-5):
     """Layer norm over the last dims, of `normalized_shape`: the result, mean and reciprocal standard deviation."""
     shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
@@ -40,7 +40,7 @@ def layer_norm_shape(x, normalized_shape, weight=None, bias=None, eps=1e-5):
     return _normalised(x, x.ndim - len(shape), tensors_in((weight, bias)), 2)
 
 
-@register_operator("RmsNorm", saves=UNMEASURED, operations=4)  # square, sum, scale twice
+@register_operator("RmsNorm", operations=4)  # square, sum, scale twice
 def rms_norm(x, gamma, epsilon=1e-6):
     """RMS norm over the dims of `gamma`: the result and the reciprocal root mean square."""
     if not 1 <= gamma.ndim <= x.ndim:
@@ -61,7 +61,7 @@ def group_norm(x, num_groups, weight=None, bias=None, eps=1e-5):
     return equation(text, x, *given, sizes={"g": num_groups}, distributed=planes, localize=localize)
 
 
-@register_operator("AddRmsNorm", "AddLayerNormV2", saves=UNMEASURED, operations=8)
+@register_operator("AddRmsNorm", "AddLayerNormV2", operations=8)
 def add_norm(x, other, gamma, *others):
     """The norm of a sum over the dims of `gamma`: the result, its statistics, and the sum."""
     scales = tensors_in([gamma, *others[:1]])

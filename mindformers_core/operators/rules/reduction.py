@@ -144,7 +144,7 @@ for _names, _operations, _outputs, _text, _saves, _facts in _OPERATORS:
         register_operator(_name, saves=_saves, **_facts | {"source": _source})(_rule)
 
 
-@register_operator("Quantile", saves=saved.UNMEASURED, attributes=("dim", "keep_dims"))
+@register_operator("Quantile", attributes=("dim", "keep_dims"))
 def quantile(x, q, dim=None, keep_dims=False):
     """Quantiles along `dim`, in a first dim where `q` is a vector."""
     dims = as_dims(dim, x.ndim)
@@ -155,19 +155,19 @@ def quantile(x, q, dim=None, keep_dims=False):
     return equation(f"{' '.join(names)}{f', {several}' * len(points)} -> {several} {' '.join(kept)}", x, *points)
 
 
-@register_operator("InTopK", saves=saved.UNMEASURED)
+@register_operator("InTopK")
 def in_top_k(predictions, targets, k=1):
     """Whether the target is among the `k` best classes of each row."""
     return equation("n C, n -> n", predictions, targets)
 
 
-@register_operator("L2Normalize", saves=saved.UNMEASURED, operations=4, attributes=("axis",))
+@register_operator("L2Normalize", operations=4, attributes=("axis",))
 def normalized(x, axis=0):
     """Vectors along `axis`, of length 1."""
     return unary(x, whole=as_dims(axis, x.ndim))
 
 
-@register_operator("Renorm", saves=saved.UNMEASURED, operations=4, attributes=("dim",))
+@register_operator("Renorm", operations=4, attributes=("dim",))
 def renormalized(x, dim):
     """The slices of `dim`, none longer than a limit."""
     return unary(x, whole=set(range(x.ndim)) - {as_dim(dim, x.ndim)})

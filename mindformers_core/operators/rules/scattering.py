@@ -78,7 +78,7 @@ def scatter_nd(indices, updates, shape):
     )  # fmt: skip
 
 
-@register_operator("ScatterAddExt", saves=saved.UNMEASURED)
+@register_operator("ScatterAddExt")
 def scatter_add(x, dim, index, src):
     """`out[i][index[i][j]] += src[i][j]` for `dim` 1."""
     return _elements(x, dim, index, src, "add")
@@ -131,7 +131,7 @@ def index_add(x, dim, index, source, alpha=1):
     return _written(x, (place,), ((("i0",),), slices), dim_sizes(index, "i"), {"i0"}, "scatter", "add", (), 2)
 
 
-@register_operator("IndexFillScalar", "IndexFillTensor", saves=saved.UNMEASURED)
+@register_operator("IndexFillScalar", "IndexFillTensor")
 def index_fill(x, dim, index, value):
     """`x` with one value at the positions of a 1-D `index` along `dim`."""
     check_indices(index)
@@ -191,15 +191,15 @@ for _name in ("Sum", "Max", "Min", "Prod"):
     register_operator(f"UnsortedSegment{_name}", saves=_saves)(partial(_segments, _name))
 
 
-@register_operator("HistcExt", saves=saved.UNMEASURED, gradient=NO_GRADIENT)
-@register_operator("Histogram", saves=saved.UNMEASURED, gradient=NO_GRADIENT, attributes=("bins", "min", "max"))
+@register_operator("HistcExt", gradient=NO_GRADIENT)
+@register_operator("Histogram", gradient=NO_GRADIENT, attributes=("bins", "min", "max"))
 def histogram(x, bins=100, min=0, max=0):
     """Counts in bins: of each part, with a range; without one it is that of all elements."""
     more = {"whole": range(x.ndim)} if min == max == 0 else {"reduced": dict.fromkeys(dim_sizes(x), "sum")}
     return unary(x, [("bins",)], sizes={"bins": bins}, **more)
 
 
-@register_operator("BincountExt", saves=saved.UNMEASURED, gradient=NO_GRADIENT)
+@register_operator("BincountExt", gradient=NO_GRADIENT)
 def bincount(x, weights=None, minlength=0):
     """Counts of numbers below `minlength`, or sums of their weights: of each part."""
     if not minlength:
@@ -208,10 +208,7 @@ def bincount(x, weights=None, minlength=0):
     return equation(f"{', '.join('n' * len(tensors))} -> bins", *tensors, sizes={"bins": minlength})
 
 
-@register_operator(
-    "EmbeddingLookup", saves=saved.UNMEASURED, reads_a_part=True,
-    source="mindformers_core.dtensor.lookups.embedding_rows",
-)  # fmt: skip
+@register_operator("EmbeddingLookup", reads_a_part=True, source="mindformers_core.dtensor.lookups.embedding_rows")
 def embedding_lookup(params, indices, offset):
     """Rows by number less an offset; zeros where there is none, so that parts' results are terms of a sum."""
     check_indices(indices)

@@ -6,7 +6,7 @@ from mindformers_core.operators import views
 from mindformers_core.operators.registry import register_operator
 from mindformers_core.operators.rewrites import as_transpose, sizes_together
 from mindformers_core.operators.rules.dims import along, as_dim, as_dims, dim_names, dim_sizes, integers, unary
-from mindformers_core.operators.saved import NOTHING, UNMEASURED
+from mindformers_core.operators.saved import NOTHING
 from mindformers_core.operators.signature import Signature, TensorMeta, tensors_in
 
 _LINEAR = ({0},)
@@ -210,7 +210,7 @@ def repeat_interleave(x, repeats, dim=None, output_size=None):
     return unary(x, output, sizes={"r": count}, linear=_LINEAR)
 
 
-@register_operator("LinSpace", saves=UNMEASURED)
+@register_operator("LinSpace")
 def linear_space(start, stop, num):
     """So many numbers from one to another: every rank has all."""
     return Signature(((),) * len(tensors_in((start, stop))), ((("n",),),), {"n": num})
@@ -222,7 +222,7 @@ def flip(x, dims):
     return unary(x, whole=as_dims(dims, x.ndim), linear=_LINEAR)
 
 
-@register_operator("Roll", saves=UNMEASURED)
+@register_operator("Roll")
 def roll(x, shifts, dims=None):
     """Elements shifted along `dims`, around the end; without dims, in the flattened tensor."""
     return unary(x, whole=as_dims(dims, x.ndim), linear=_LINEAR)

@@ -8,7 +8,7 @@ from mindformers_core.operators import views
 from mindformers_core.operators.registry import register_operator
 from mindformers_core.operators.rewrites import select_index, slice_one_dim
 from mindformers_core.operators.rules.dims import along, as_dim, dim_names, equation, integers, unary
-from mindformers_core.operators.saved import INPUTS_AS_THEY_ARE, NOTHING, UNMEASURED
+from mindformers_core.operators.saved import INPUTS_AS_THEY_ARE, NOTHING
 from mindformers_core.operators.signature import Signature, tensors_in
 
 
@@ -115,10 +115,10 @@ def _spanned(x, spans, localize):
     return _sliced(x, {dim: range(start, start + length) for dim, (start, length) in spans.items()}, localize)
 
 
-@register_operator("ConstantPadND", saves=UNMEASURED, source="mindformers_core.dtensor.corrected.padded")
+@register_operator("ConstantPadND", source="mindformers_core.dtensor.corrected.padded")
 @register_operator("PadV3", saves=NOTHING, numbers=(1,))
-@register_operator("ReflectionPad1D", "ReflectionPad2D", "ReflectionPad3D", saves=UNMEASURED)
-@register_operator("ReplicationPad1D", "ReplicationPad2D", "ReplicationPad3D", saves=UNMEASURED)
+@register_operator("ReflectionPad1D", "ReflectionPad2D", "ReflectionPad3D")
+@register_operator("ReplicationPad1D", "ReplicationPad2D", "ReplicationPad3D")
 def pad(x, padding, value=None):
     """`x` with `padding`, pairs (before, after) from the last dim on: linear where the padding value is 0, or none.
 
