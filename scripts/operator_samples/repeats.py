@@ -12,6 +12,7 @@ from operator_samples.measure import one_line
 __all__ = ["repeated"]
 
 _LONGER = 128  # times the last dim, so that kernels are cut into tasks for their pool of threads
+_MOST_RESULTS = 64  # of a call: pieces of 4 of a long tensor would take hours
 
 
 def repeated(target, text, calls):
@@ -24,7 +25,10 @@ def repeated(target, text, calls):
     """
     for stretch in (_LONGER, 1):
         cell, inputs = build(Sample(target, text), names=names_for_samples(stretch=stretch))
-        found = _differing(_Bits(cell, inputs), calls)
+        found = _differing(_Bits(cell, inputs), 1)
+        if stretch > 1 and found == 0 and len(_Bits(cell, inputs)()) > _MOST_RESULTS:
+            continue
+        found = _differing(_Bits(cell, inputs), calls) if found == 0 else found
         if isinstance(found, int) or stretch == 1:
             slopes = _differing(_Bits(_gradient(cell, inputs), inputs), calls)
             return {"calls": calls, "forward": found, "gradient": slopes, "long": stretch > 1}
