@@ -343,8 +343,7 @@ def test_a_difference_of_a_dropped_layer_is_found():
 
 
 def test_the_boundary_of_a_stage_shrinks_too():
-    recipe = load_recipe("configs/llama_tiny_pp.yaml")
-    small, plans = shrunk_recipe(recipe)
+    small, plans = shrunk_recipe(load_recipe("configs/llama_tiny_pp.yaml"))
     (_, program) = programs_of(small, plans)[1]
     hidden = tensor_meta((1, small.train_dataset.seq_length // 2, small.model.hidden_size), "float32")
     assert micro_batch(small, 1)[0] is hidden

@@ -236,6 +236,37 @@ class SharedByEqualLayers(Projected):
         return self.inner(x)
 
 
+class Drawn(nn.Cell):
+    def __init__(self, seed):
+        super().__init__()
+        self.drawn = nn.Dense(WIDTH, WIDTH, weight_init=numbers(WIDTH, WIDTH, seed=seed))
+
+    def construct(self, x):
+        return ops.tanh(self.drawn(x))
+
+
+class Twice(nn.Cell):
+    def __init__(self, seed):
+        super().__init__()
+        self.twin = Drawn(seed)
+
+    def construct(self, x):
+        return self.twin(self.twin(x))
+
+
+class TwiceInEqualLayers(Projected):
+    """Two layers with one program and unlike weights, which call a Cell of theirs twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.CellList([Twice(seed) for seed in range(2)])
+
+    def construct(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.inner(x)
+
+
 class Normed(Projected):
     def __init__(self):
         super().__init__()
@@ -281,3 +312,4 @@ class NoElements(Projected):
 
 KINDS = (OwnStrategies, TwoHalves, ListsAsIndices, Asks, NamedProducts, HalfInside, SharedInLists)
 KINDS += (OneStrategy, Outputs, DotsInNames, NoElements, Decorated, SharedByEqualLayers, WeightsByNorm, AddsToPart)
+KINDS += (TwiceInEqualLayers,)
