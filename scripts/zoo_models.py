@@ -34,10 +34,12 @@ SIZES = {  # pattern of an attribute's name in a configuration -> its value
     r"num_(local_|routed_)?experts|n_routed_experts|moe_num_experts": 4,
     r"num_experts_per_tok|moe_k|num_selected_experts|moe_topk": 2,
     r"pad_token_id|padding_idx": 0,
+    r"base_channels": 32,
     r"num_lables|num_classes": 8,
     r"(bos|eos|sep|cls|mask|unk|decoder_start|image|video|audio)_token_(id|index)": 3,
 }
 SMALLER = {  # module of mindcv -> arguments of its Cell
+    "coat": {"embed_dims": [32] * 4, "parallel_depth": 2},
     "cmt": {"img_size": 64, "depths": [1, 1, 1, 1], "embed_dims": [32, 64, 96, 128]},
     "convnext": {"dims": [32, 64, 96, 128]},
     "crossvit": {"embed_dim": [32, 64], "depth": [[1, 1, 0], [1, 1, 0]]},
@@ -46,18 +48,34 @@ SMALLER = {  # module of mindcv -> arguments of its Cell
     "bit": {"layers": [1, 1, 1, 1]},
     "inceptionv3": {"aux_logits": False},
     "halonet": {"depth_list": [1, 1, 1, 1]},
-    "repmlp": {"channels": (64, 128, 128, 128), "num_blocks": (1, 1, 1, 1)},
+    "mae": {
+        "embed_dim": 64,
+        "depth": 2,
+        "num_heads": 4,
+        "decoder_embed_dim": 64,
+        "decoder_depth": 2,
+        "decoder_num_heads": 4,
+    },
+    "mlpmixer": {"depth": 2, "n_channels": 64, "token_dim": 32, "channel_dim": 64},
+    "repmlp": {
+        "channels": (32,) * 4,
+        "num_blocks": (1,) * 4,
+        "hs": (16, 8, 4, 2),
+        "ws": (16, 8, 4, 2),
+        "sharesets_nums": (4,) * 4,
+    },
     "swintransformer": {"embed_dim": 24, "depths": [2, 2]},
     "swintransformerv2": {"embed_dim": 24, "depths": [2, 2]},
+    "vit": {"embed_dim": 64, "depth": 2, "num_heads": 4},
 }
 NARROWER = "densenet dpn googlenet hrnet inceptionv3 inceptionv4 mobilenetv1 mobilenetv2 mobilenetv3 resnest"
-NARROWER += " resnet resnetv2 senet squeezenet vgg xception"  # modules of mindcv: fewer channels
+NARROWER += " resnet resnetv2 senet sknet squeezenet vgg xception"  # modules of mindcv: fewer channels
 IMAGES = {
     "convit": 224,
     "inceptionv3": 128,
     "swintransformer": 224,
     "inceptionv4": 128,
-    "repmlp": 224,
+    "mlpmixer": 224,
 }  # pixels of a side, of those whose arguments don't say
 FEW = "xx_small|xxs|tiny|_ti$|nano|atto|s12|_s_p32|b0|050|075|025|small|18$|121|92|_9$|11$|200mf|_a0|14$|05$|50"
 
@@ -188,7 +206,7 @@ def mindcv():
             if module == "vgg":
                 net.classifier = nn.Dense(512, 10)
             image = np.random.default_rng(0).standard_normal((4 if size <= 128 else 2, 3, size, size))
-            return shortened(net), (Tensor(image.astype(np.float32)),), {}
+            return net if module == "res2net" else shortened(net), (Tensor(image.astype(np.float32)),), {}
 
         return make
 

@@ -227,7 +227,7 @@ def test_parts_of_a_call_that_are_no_operators():
             y = y + parameter.square().sum()
         return y
 
-    steps = Parameter(Tensor(0.0, ms.float32))
+    steps = Parameter(Tensor(0.0, ms.float32), requires_grad=False)
     cell = cell_of(construct, inner=nn.Dense(4, 4), doubled=Doubled(), steps=steps, calls=0)
     cell.inner.recompute()
     cell.inner.register_forward_hook(lambda cell, inputs, output: output + 1)

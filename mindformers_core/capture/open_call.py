@@ -12,7 +12,7 @@ from mindformers_core.dtensor.in_place import is_in_place
 from mindformers_core.dtensor.move import dtype_name
 from mindformers_core.operators.signature import is_float
 from mindformers_core.program.graph import CellGraph, Constant, FreeVariable, KeptAttribute, ParameterUse
-from mindformers_core.program.structure import DType, Value, tree_leaves, tree_map
+from mindformers_core.program.structure import DType, Value, call_signature, tree_leaves, tree_map
 from mindformers_core.scopes import errors_at
 
 Made = namedtuple("Made", "call value")  # the result of a node, or an argument of the root
@@ -43,7 +43,7 @@ class OpenCall:
         self._known = {}  # (id, entry) of a traced tensor from elsewhere -> (the tensor, its Value here)
         self._parameters, self._constants, self._outer = [], [], []
         with errors_at(f"{tree.label(cell)}, construct(): "):
-            bound = signature(construct).bind(*args, **kwargs)
+            bound = call_signature(construct).bind(*args, **kwargs)
         for name, structure in bound.arguments.items():
             self.arguments[name] = tree_map(lambda leaf, name=name: self._argument(leaf, name, caller), structure)
 
@@ -73,8 +73,7 @@ class OpenCall:
         if where is not None:
             raise tensor.recorder.error(
                 f"a tensor, {tensor!r}, is used after one of the same memory, such as a view of it, was changed in "
-                f"place, at {where}: take a copy before, y.copy(), or take the view again. A trained Parameter can't "
-                "be read after it was written: make it with requires_grad=False"
+                f"place, at {where}: take a copy before, y.copy(), or take the view again"
             )
         if type(entry) is Made and entry.call is self:
             return entry.value

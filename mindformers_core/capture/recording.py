@@ -146,14 +146,18 @@ class Recorder:
         return any(entry == Made(self.open_calls[0], value) for value in tree_leaves(self.open_calls[0].arguments))
 
     def write(self, tensor, value):
-        """Record that a Parameter is written; returns its new value, which has no gradient."""
+        """Record that a Parameter is written; returns its new value, whose gradient is the Parameter's."""
         parameter = tensor.original
         if hasattr(parameter, "unwritable"):
             raise self.error(parameter.unwritable)
         vars(tensor).setdefault("path", getattr(tensor.entry, "path", None))
         home, value = self.hold(parameter, tensor.path), self.stand_in(ops.stop_gradient(value))
+        read = value
+        if parameter.requires_grad and parameter.is_floating_point():
+            with replaced(self.open_calls[-1], cast=None):
+                read = value + (home - ops.stop_gradient(home))
         self.add_node("Assign", "function", (home, value), {}, home.meta)
-        return value
+        return read
 
     def random_state(self):
         """A draw from MindSpore's default generator as a node, `RandomState()`, of two int64 results without dims."""

@@ -91,7 +91,7 @@ class Traced(IndexedTensor):
         else:
             vars(self).update(original=value.original, deferred=value.deferred)
         self.entry, self.meta = value.entry, value.meta
-        note_write(self, call_site()[0], getattr(self.original, "requires_grad", False))
+        note_write(self, call_site()[0])
 
     def lasting(self):
         """What this tensor is, if it outlives the call; else ""."""

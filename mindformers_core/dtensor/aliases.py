@@ -80,16 +80,11 @@ def unwritable(tensor):
     )
 
 
-def note_write(tensor, where, is_stale=False):
-    """Record that a tensor was changed in place, at this line; its views, and what it is a view of, are stale then.
-
-    Args:
-        tensor, where: the tensor, and the line.
-        is_stale: whether the tensor itself can't be read, either. Default: False.
-    """
+def note_write(tensor, where):
+    """Record that a tensor was changed in place, at this line; its views, and what it is a view of, are stale then."""
     memory, _ = _memory(tensor)
     memory[:2] = memory[0] + 1, where
-    vars(tensor)["memory"] = memory, -1 if is_stale else memory[0]
+    vars(tensor)["memory"] = memory, memory[0]
 
 
 def written_at(tensor):

@@ -75,6 +75,8 @@ def intercept_operators():
     DTensor.__fallback__ = staticmethod(dispatch)
     Tensor.__fallback__ = PlainTensorFallback(dispatch)
     Tensor.__setitem__ = set_item_of(DTensor, lambda tensor, like: adopted(tensor, like.mesh))
+    for name in ("__iadd__", "__isub__", "__imul__", "__itruediv__"):
+        setattr(Tensor, name, _assigning(getattr(Tensor, name), getattr(DTensor, name)))
     Tensor.__init__ = _of_values(Tensor.__init__)
     _JitExecutor.__call__ = _as_python(_JitExecutor.__call__)
     _PyNativeExecutor.grad = _of_whole(_PyNativeExecutor.grad)
@@ -119,6 +121,15 @@ def set_item_of(kind, adopt):
             set_item(tensor, index, value)
 
     return item
+
+
+def _assigning(in_place, function):
+    """`plain += other`, which makes a new tensor where the other one is dispatched, as one card does on CPU."""
+
+    def assigning(tensor, other):
+        return (function if type(tensor) is Tensor and _is_dispatched(other) else in_place)(tensor, other)
+
+    return assigning
 
 
 def _without_branch(function):

@@ -2,7 +2,7 @@
 
 import ast
 import keyword
-from inspect import Parameter, signature
+from inspect import Parameter
 from itertools import repeat
 
 from mindformers_core.capture.algorithm_graph import algorithm_graph, redistribution_steps
@@ -13,7 +13,7 @@ from mindformers_core.program.naming import Names, assigned_names
 from mindformers_core.program.observer import Observed
 from mindformers_core.program.passed_weights import WEIGHTS, passed_parameter, passed_to_call
 from mindformers_core.program.plan import CallPlan, Redistribution
-from mindformers_core.program.structure import DType, Value, structure_text, tree_fill, tree_leaves
+from mindformers_core.program.structure import DType, Value, call_signature, structure_text, tree_fill, tree_leaves
 
 _AFTER = {  # step kind -> the hint for the name of the tensor after it
     "slice": "slice",
@@ -111,7 +111,7 @@ class FunctionSource:
     def _parameters(self):
         """The function's parameters, as `construct` has them, and the variables of the tensors in them."""
         written, star = [], {Parameter.VAR_POSITIONAL: "*", Parameter.VAR_KEYWORD: "**"}
-        kinds = signature(self.parts.cells[self.frame.graph.path].construct).parameters
+        kinds = call_signature(self.parts.cells[self.frame.graph.path].construct).parameters
         for name, structure in self.frame.graph.arguments.items():
             variable = self.names.keep(name)
             self.parts.variables.add(variable)

@@ -1,12 +1,13 @@
 """A Cell, and a loss function, as a function of local tensors, in PyNative or compiled."""
 
 from contextlib import nullcontext
-from inspect import Parameter as Argument, signature
+from inspect import Parameter as Argument
 
 from mindspore import Tensor
 
 from mindformers_core.dtensor.dtensor import DTensor
 from mindformers_core.passes.compiled_cells import CompiledCells, forbid_reuse
+from mindformers_core.program.structure import call_signature
 from mindformers_core.sharding.compiling import jit
 from mindformers_core.sharding.inspecting import prepare
 from mindformers_core.sharding.parameter_storage import parameter_storage
@@ -53,7 +54,7 @@ class StageFunction:
             )
         self.cell, self.storage = cell, parameter_storage(cell)
         self.loss_fn = None if loss_fn is None else _loss_of_outputs(loss_fn, compiled)
-        arguments = list(signature(own_class(cell).construct).parameters.values())[1:]
+        arguments = list(call_signature(own_class(cell).construct).parameters.values())[1:]
         by_name, by_place = (
             [argument.name for argument in arguments if argument.kind in (Argument.POSITIONAL_OR_KEYWORD, kind)]
             for kind in (Argument.KEYWORD_ONLY, Argument.POSITIONAL_ONLY)

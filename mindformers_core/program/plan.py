@@ -298,5 +298,6 @@ def parameter_path(frame, graph, number):
     """The path of a parameter of a plan, in one of the calls that share the plan."""
     if number < len(graph.parameters):
         return graph.parameters[number].path
-    use = frame.graph.parameters[number]  # redistributed here for callees
-    return use.path if use.local is None else joined_path(graph.path, use.local)
+    own = frame.graph.parameters[: len(graph.parameters)]  # behind them are those that are redistributed for callees
+    names = replace(frame.graph, parameters=own).uses.parameters
+    return list(graph.uses.parameters)[list(names).index(frame.graph.parameters[number].path)]

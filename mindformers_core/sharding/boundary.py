@@ -1,7 +1,5 @@
 """The boundary of a Cell in the eager engine: redistribution of its arguments and results to the declared layouts."""
 
-from inspect import signature
-
 from mindspore import Tensor
 
 from mindformers_core.dtensor.aliases import check_current
@@ -9,7 +7,7 @@ from mindformers_core.dtensor.dtensor import DTensor, borrowed, wrap
 from mindformers_core.dtensor.move import dtype_name
 from mindformers_core.layout import Layout, bind_layout
 from mindformers_core.operators import tensor_meta
-from mindformers_core.program.structure import tree_map
+from mindformers_core.program.structure import call_signature, tree_map
 from mindformers_core.propagation.boundaries import Declaration, boundary_target, check_outputs, no_tensor
 
 
@@ -31,7 +29,7 @@ class Boundary:
     def __init__(self, tree, path):
         cell, declaration = tree.cells[path], tree.declarations.get(path) or Declaration()
         self.label, self.mesh = tree.label(path), tree.mesh
-        self.arguments = tuple(signature(type(cell).construct).parameters)[1:]
+        self.arguments = tuple(call_signature(type(cell).construct).parameters)[1:]
         if "program" in self.arguments:
             raise ValueError(f"{self.label}: construct has an argument 'program', which shard() needs: rename it")
         self.inputs, self.outputs = declaration.inputs, declaration.outputs

@@ -11,6 +11,7 @@ from mindformers_core.hints import nearest
 from mindformers_core.layout import Layout, LayoutSpec, bind_layout
 from mindformers_core.program.graph import cell_label
 from mindformers_core.program.plan import joined_path
+from mindformers_core.program.structure import call_signature
 from mindformers_core.propagation.boundaries import Declaration, OperatorDeclaration
 
 _PLAN_KEYS = ("input", "output", "weight", "eager")
@@ -96,7 +97,7 @@ def _read_hook(path, cell, config):
 def _declaration(path, cell, parts, source):
     """Pairs (Cell path, `Declaration`): of the Cell, and of those below whose parameters it names by their paths."""
     where = f"{cell_label(path, cell)}, {source}"
-    arguments = list(inspect.signature(type(cell).construct).parameters)[1:]
+    arguments = list(call_signature(type(cell).construct).parameters)[1:]
     own = list(cell._params)
     inputs = _by_name(parts[0], arguments, arguments[:1], f"{where}: input layout", "construct() takes")
     outputs = _by_name(parts[1], None, [0], f"{where}: output layout", "")

@@ -1,6 +1,5 @@
 """The programs of a sharded tree: for every signature one captured, propagated and generated module."""
 
-import inspect
 import logging
 from dataclasses import dataclass, field
 from enum import Enum
@@ -21,7 +20,7 @@ from mindformers_core.grouping import grouped
 from mindformers_core.operators import TensorMeta, tensor_meta
 from mindformers_core.program.partition import calls_of, partition
 from mindformers_core.program.plan import joined_path, walk_graphs
-from mindformers_core.program.structure import tree_fill, tree_leaves, tree_map
+from mindformers_core.program.structure import call_signature, tree_fill, tree_leaves, tree_map
 from mindformers_core.propagation.checking import check_plan
 from mindformers_core.propagation.propagate import propagate
 from mindformers_core.propagation.saved import load_plan
@@ -238,7 +237,7 @@ def bind_arguments(tree, path, args, kwargs):
         Layout in which it arrives))`.
     """
     with errors_at(f"{tree.label(path)}, construct(): "):
-        bound = inspect.signature(tree.classes[path].construct).bind(tree.cells[path], *args, **kwargs)
+        bound = call_signature(tree.classes[path].construct).bind(tree.cells[path], *args, **kwargs)
     boundary, arriving = tree.boundaries[path], []
 
     def enter(leaf, name):

@@ -14,7 +14,7 @@ from mindformers_core.dtensor.dtensor import DTensor
 from mindformers_core.program.activation_policy import ActivationPolicy
 from mindformers_core.program.graph import class_label
 from mindformers_core.program.passed_weights import weights_of_call
-from mindformers_core.program.plan import called_graphs, joined_path
+from mindformers_core.program.plan import called_graphs, joined_path, parameter_path
 from mindformers_core.program.structure import tree_key, tree_map
 from mindformers_core.scopes import errors_at, replaced
 from mindformers_core.sharding.boundary import Boundary
@@ -278,7 +278,8 @@ class ShardedTree:
                 self.storage.on_read(parameter_at(joined_path(program.path, use.path), self.cells), path)
             for attribute, kind, index in program.source.borrowed.get(frame, ()):
                 if kind == "parameter":
-                    borrowed = parameter_at(joined_path(program.path, graph.parameters[index].path), self.cells)
+                    where = parameter_path(frame, graph, index)
+                    borrowed = parameter_at(joined_path(program.path, where), self.cells)
                 else:
                     _, called = list(called_graphs(frame, graph))[index]
                     borrowed = self.cells[joined_path(program.path, called.path)]

@@ -155,9 +155,9 @@ class OneCard:
         outputs = self.outputs[label] = [tensor.asnumpy() for tensor in flowing]
         sens = tuple(map(self._tensor, slopes(outputs)))
         self.written[label] = {path: tensor.asnumpy().copy() for path, tensor in written.items()}
+        weights = [self.parameters[path] for path in self.trained]
         for path, array in self.written[label].items():  # the next pass reads them
             self.parameters[path] = Parameter(Tensor(array), name=path, requires_grad=path in self.trained)
-        weights = [self.parameters[path] for path in self.trained]
         _, gradients = tape.gradients(inputs, flowing, sens, weights)  # inputs: without weights, too
         arrays = [gradient.asnumpy() for gradient in gradients]
         self.weight_gradients[label] = dict(zip(self.trained, arrays, strict=True))
@@ -247,7 +247,9 @@ class _Pass:
                 result = self._run(node.graph)
                 self._match_free(graph)
             elif facts_of(node.operator).writes:
-                result = self.written[graph.names[node.args[0].id]] = filled(node.args[1])
+                result, path = filled(node.args[1]), graph.names[node.args[0].id]
+                kept = self.card.parameters[path]
+                self.written[path] = result + (kept - ops.stop_gradient(kept)) if kept.requires_grad else result
             else:
                 with errors_at(f"in {graph.label}, {node.source}, operator '{node.operator}': ", kinds=(RuntimeError,)):
                     result = self.card.results(node, filled(node.args), filled(node.kwargs))

@@ -109,7 +109,7 @@ class GradientReducer:
         Unsharded weights are freed before: gradients may take more memory in those dtypes.
 
         Raises:
-            ValueError: at the first gradients, an optimizer that can't work with shards.
+            ValueError: at the first gradients of a function, an optimizer that can't work with shards.
         """
         assert not self.sums, sorted(self.sums)
         storage, gradients = self.storage, []

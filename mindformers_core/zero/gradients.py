@@ -72,6 +72,7 @@ class _GradientFunction:
         self._passes = ForwardBackward(lambda results: results[:1], self.storage.backward_scope)
         self._weights = ParameterTuple([self.storage.parameters[number].unsharded for number in self.storage.trained])
         self._reducer, self._micro_step, self._first_draw = None, 0, 0  # of the step that has begun
+        self.storage.has_checked = False  # optimizers may have been built since
 
     def __call__(self, *inputs, **kwargs):
         self.storage.check_trained()

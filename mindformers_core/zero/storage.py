@@ -39,7 +39,7 @@ class HsdpStorage(ParameterStorage):
         reducer: the `GradientReducer` that takes gradients while a backward pass runs, or None.
         schedule: the `UnitSchedule`.
         is_training: whether it was opened for gradients.
-        has_checked: whether optimizers were checked, which is done at the first gradients.
+        has_checked: whether optimizers were checked, which is done at a gradient function's first gradients.
     """
 
     takes_gradients = True
