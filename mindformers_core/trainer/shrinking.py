@@ -132,9 +132,8 @@ def _planned_stages(recipe):
         for entry in {entry for _, inner in frame.walk() for entry in inner.instructions}:
             tensors |= {(value.shape, layout) for value, layout in (*entry.consumed, *entry.produced)}
         tensors |= {(tuple(each.global_shape), each.layout) for each in tree.cells[""].get_parameters()}
-        stored = [each.plan for each in tree.storage.parameters if not each.plan.path.startswith(outside)]
-        found = _Stage(kept, decided, partial(resized, frame, dropped=dropped), stored, tensors)
-        return known.setdefault(decided, found)
+        own = [each.plan for each in tree.storage.parameters if not each.plan.path.startswith(outside)]
+        return known.setdefault(decided, _Stage(kept, decided, partial(resized, frame, dropped=dropped), own, tensors))
 
     return list(planned(recipe, forgets=True, taken=taken).values())
 
