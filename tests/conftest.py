@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import mindspore as ms
 import pytest
-from launch import run_cases, run_ranks, run_two_launches
+from launch import run_cases, run_ranks
 from timings import (  # noqa: F401 (hooks of pytest)
     pytest_addoption,
     pytest_configure,
@@ -45,6 +45,12 @@ def script_of(item):
     return marker.args if marker else ()
 
 
+def pytest_ignore_collect(collection_path, config):
+    """Where only tests that start ranks are asked for, a file without any isn't imported."""
+    is_asked = config.getoption("markexpr").startswith("ranks") and collection_path.name.startswith("test_")
+    return True if is_asked and "mark.ranks" not in collection_path.read_text() else None
+
+
 def pytest_collection_modifyitems(items):
     """Tests that look at launches come last."""
     items.sort(key=lambda item: item.path.name == "test_ranks.py" or bool(script_of(item)))
@@ -52,8 +58,9 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="module", autouse=True)
 def little_for_the_garbage_collector():
-    """MindSpore keeps what it compiles: full collections would take longer from file to file, up to half a second."""
-    yield
+    """MindSpore keeps what it compiles, pytest all tests: full collections, and the search of `shard()` for optimizers
+    among all objects, would take longer from file to file, up to half a second.
+    """
     gc.collect()
     gc.freeze()
 
@@ -62,8 +69,9 @@ def little_for_the_garbage_collector():
 def launches(request):
     """Launches that the selected tests look at, as futures: they begin before the first test, and run beside them all.
 
-    By world size those of its selected cases, one launch after the other, of two ranks two at once; by name the scripts
-    of tests with `@pytest.mark.ranks(script, world_size)`, beside these: ranks die in them, so that others wait.
+    By world size those of its selected cases: that of two ranks beside those of more, which come one after the other.
+    By name the scripts of tests with `@pytest.mark.ranks(script, world_size)`, beside these: ranks die in them, so that
+    others wait.
     """
     cases, scripts, stop = {}, {}, threading.Event()
     for item in request.session.items:
@@ -72,9 +80,9 @@ def launches(request):
         elif script_of(item):
             script, world_size = script_of(item)
             scripts[script] = world_size
-    with ThreadPoolExecutor(1) as in_turn, ThreadPoolExecutor(1) as beside:
-        runs = {2: run_two_launches}
-        futures = {size: in_turn.submit(runs.get(size, run_cases), size, cases[size], stop=stop) for size in cases}
+    with ThreadPoolExecutor(1) as of_two, ThreadPoolExecutor(1) as of_more, ThreadPoolExecutor(1) as beside:
+        pools = {size: of_two if size == 2 else of_more for size in sorted(cases)}
+        futures = {size: pool.submit(run_cases, size, cases[size], stop=stop) for size, pool in pools.items()}
         for script, world_size in scripts.items():
             futures[script] = beside.submit(run_ranks, world_size, f"tests/ranks/{script}", timeout=150, stop=stop)
         yield futures

@@ -10,7 +10,6 @@ import sys
 import tempfile
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -131,15 +130,6 @@ def run_cases(world_size, cases, case_timeout=300, stop=None):
                 results[case] = _result(case, [json.loads(report) if report else None for report in reports], launched)
                 starting -= results[case].seconds
     return results, starting
-
-
-def run_two_launches(world_size, cases, stop=None):
-    """As `run_cases`, in two launches at once, every other module in the second: where ranks leave cores idle."""
-    modules = list(dict.fromkeys(case.partition("::")[0] for case in cases))
-    halves = [[case for case in cases if case.partition("::")[0] in modules[start::2]] for start in (0, 1)]
-    with ThreadPoolExecutor(2) as pool:
-        (results, starting), (others, more) = pool.map(lambda half: run_cases(world_size, half, stop=stop), halves)
-    return results | others, starting + more
 
 
 def _result(case, reports, launched):

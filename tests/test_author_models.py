@@ -8,10 +8,12 @@ from mindformers_core import verify
 from mindformers_core.layout import layout
 from mindformers_core.mesh import DeviceMesh
 
-IMAGES = ("resnet", "unet")
+NIGHTLY = ("resnet", 3), ("unet", 2)
 
 
-@pytest.mark.parametrize("name", AUTHORS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.nightly] * (place % 2)) for place, name in enumerate(AUTHORS)]
+)
 def test_a_batch_and_weights_are_cut(name):
     mesh, example = DeviceMesh((2, 2), ("dp", "tp")), AUTHORS[name]
     args, kwargs = example.inputs(0)
@@ -20,8 +22,10 @@ def test_a_batch_and_weights_are_cut(name):
     assert check.compared
 
 
-@pytest.mark.parametrize("dim", (2, 3))
-@pytest.mark.parametrize("name", IMAGES)
+@pytest.mark.parametrize(
+    ("name", "dim"),
+    [("resnet", 2), ("unet", 3), *(pytest.param(*each, marks=pytest.mark.nightly) for each in NIGHTLY)],
+)
 def test_an_image_is_cut(name, dim):
     mesh, example = DeviceMesh((2, 2), ("dp", "tp")), AUTHORS[name]
     (image, target), _ = example.inputs(0)

@@ -90,7 +90,7 @@ def test_each_dim_cut(name):
     for plan in plans(arrays):
         check = verify(cell, LINE, *inputs, plan=plan)
         assert not check.faults, check.report()
-        for mode in ("generated", "eager"):
+        for mode in ("eager", "generated")[: 1 + len(known)]:
 
             def work(rank, plan=plan, mode=mode):
                 net = shard(copy_cell(cell), LINE, plan=plan, mode=mode, inputs="full_batch")

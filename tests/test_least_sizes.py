@@ -4,25 +4,26 @@ import random
 
 import pytest
 
-from mindformers_core.verification.sizes import alike_sizes, divisors_of, least_sizes
+from mindformers_core.verification.sizes import divisors_of, least_sizes
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_least_sizes(seed):
     draw = random.Random(seed)
-    counts = [draw.choice((1, 2, 3, 4, 8)) for _ in range(3)]
+    counts = [draw.choice(((1, 1), (2, 2), (3, 3), (4, 4), (8, 8), (8, 2), (12, 3))) for _ in range(3)]
     sizes = {draw.choice((8, 12, 64)) * draw.randint(1, 300) for _ in range(6)} | {3, 4}
     divisors = divisors_of(counts)
-    parts = {size: draw.choice([d for d in (*divisors, 1) if size % d == 0]) for size in sizes}
+    parts = {size: draw.choice([pair for pair in (*divisors, (1, 1)) if size % pair[0] == 0]) for size in sizes}
     large = max(sizes)
     small = least_sizes(sizes, parts, divisors, draw.choice((0, 0.1)), lambda found: found[large] >= large / 5)
     assert small.keys() == sizes and len({*small.values()}) == len(sizes) and small[3] == 3
     assert large / 5 <= small[large] <= max(large / 3, 200)
-    for size, count in parts.items():
-        assert small[size] % count == 0 and (small[size] > count or size == count) and small[size] <= size
-        assert all(small[size] % divisor for divisor in divisors if size % divisor)
+    for size, (many, few) in parts.items():
+        assert small[size] % few == 0 and (small[size] > few or size == many) and small[size] <= size
+        assert small[size] == size or all(small[size] % d for many, d in divisors if size % many and few % d)
 
 
-def test_fewer_ranks_divide_the_same_sizes():
-    found = alike_sizes({16384, 128, 8, 128256, 53249}, [(1, 1), (64, 2), (8, 8)])
-    assert found == {16384: 16384, 128256: 128264, 53249: 53249}  # 64 x 8 don't divide 128256; 8 and 128 are factors
+def test_a_part_of_one_element_stays_one():
+    sizes, divisors = {8, 64, 8192}, divisors_of([(1, 1), (16, 2), (8, 4)])
+    small = least_sizes(sizes, {8: (8, 4), 64: (8, 4), 8192: (128, 8)}, divisors, 0, lambda found: True)
+    assert small == {8: 4, 64: 12, 8192: 16}  # 2 and 8 don't divide what 16 and 128 don't, but for the 4 parts

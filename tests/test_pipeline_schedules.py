@@ -54,7 +54,7 @@ def texts(schedule):
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_tables_that_are_admitted_are_valid(name):
     """Of every number of ranks and chunks; all numbers of micro-batches at night."""
-    for size in sizes(name, micro_batch_nums=(*range(1, 10), 15, 16, 17, 31)):
+    for size in sizes(name, micro_batch_nums=(1, 2, 3, 5, 8, 9, 16, 31)):
         validate(forward_only(planned(name, *size).table), training=False)  # making a table validates it
 
 
@@ -229,7 +229,7 @@ def test_work_grows_with_the_table(name):
         return calls_in(planned, name, *made) / sum(len(order) for order in planned(name, *made).table.orders)
 
     few = work_of_a_step(8, 32)
-    assert few < 20 and work_of_a_step(8, 256) < 1.2 * few and work_of_a_step(32, 64) < 1.2 * few
+    assert few < 20 and work_of_a_step(8, 128) < 1.2 * few and work_of_a_step(24, 48) < 1.2 * few
 
 
 def test_large_tables_are_made_lowered_and_validated():

@@ -182,7 +182,7 @@ OPERATORS = [
 
 @pytest.mark.parametrize(
     "make, settings, compiled",
-    [(*case, False) for case in CELLS] + [(*CELLS[n], True) for n in (2, 3)],
+    [*((*case, False) for case in CELLS), (*CELLS[3], True), pytest.param(*CELLS[2], True, marks=pytest.mark.nightly)],
 )
 def test_whole_cells_give_the_same_bits(make, settings, compiled):
     found, count = step(make, compiled, **settings)

@@ -98,7 +98,8 @@ def test_what_an_algorithm_sends():
     with pytest.raises(ValueError, match=r"Softmax .* algorithm 'softmax' over tp: pass algorithm=algorithm_of"):
         operations(place)
     step = SimpleNamespace(forward=("all_reduce", 16), axes=("tp",))
-    graph = SimpleNamespace(arguments={}, nodes=[SimpleNamespace(operator="Redistribute", args=(), kwargs={})])
+    node = SimpleNamespace(operator="Redistribute", args=(), kwargs={}, outputs=())
+    graph = SimpleNamespace(arguments={}, constants=(), nodes=[node], result=())
     assert operations(place, lambda plan: (graph, [[step]])) == 5 * 4 * 3 + CPU.operations_of(("tp",), 16)
 
 

@@ -90,7 +90,9 @@ def test_llama_with_inputs_that_are_closed_over(layers):
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize(
+    "seed", [*range(20), *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(20, 40))]
+)
 def test_random_programs(seed):
     drawn = random_cell(seed)
     net = shard(drawn.make().set_train(), init_device_mesh((1,), ("tp",)))

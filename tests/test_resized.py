@@ -43,7 +43,9 @@ def random_program(seed, size, monkeypatch):
     return graph, (mesh, arriving, parameters, declarations), shapes, aliases
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize(
+    "seed", [*range(30), *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(30, 60))]
+)
 def test_random_programs_of_other_sizes(seed, monkeypatch):
     large, given, *_ = random_program(seed, 64, monkeypatch)
     frame = propagate(large, *given)

@@ -1,5 +1,6 @@
 """Sharded pipeline stages: how hidden states lie between them, and that the boundary sends nothing."""
 
+from itertools import product
 from types import SimpleNamespace
 
 import mindspore as ms
@@ -60,8 +61,16 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("name", ["uneven", "v"])
+BY_DAY = ("uneven", "sequence"), ("uneven", "sequence, no batch"), ("v", "data"), ("v", "nothing")
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        pytest.param(*each, marks=[pytest.mark.nightly] * (each not in BY_DAY))
+        for each in product(("uneven", "v"), OPTIONS)
+    ],
+)
 def test_boundaries_send_nothing(rank_0_of_4, name, options):
     """Stages together have exactly the collectives of the whole, forward and backward, and neighbours agree."""
     options = OPTIONS[options]

@@ -131,8 +131,14 @@ def source(net):
     return Path(programs(net)[-1].file).read_text()
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["pynative", "jit"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "compiled"),
+    [
+        pytest.param(name, jit, id=f"{name}-{mode}", marks=[pytest.mark.nightly] * (jit and name == "llama"))
+        for name in MODELS
+        for jit, mode in ((False, "pynative"), (True, "jit"))
+    ],
+)
 def test_gradients_are_those_of_a_whole_backward_pass(name, compiled):
     make, batches, products, whole = MODELS[name]
     net, reference = sharded(make), sharded(make)

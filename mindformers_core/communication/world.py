@@ -101,6 +101,11 @@ def process_state():
     return getattr(_THREAD, "state", None) or _PROCESS
 
 
+def stands_for_another():
+    """Whether this thread has a communication state of its own: it is a rank of another world (`rank_of`)."""
+    return process_state() is not _PROCESS
+
+
 @contextmanager
 def rank_of(size, rank, ranks=None, device_target=None):
     """While open, this thread is a rank of another world, with a communication state of its own.

@@ -1,4 +1,4 @@
-"""A plan carried over to a graph with the same nodes and other sizes: `resized`. Pure Python.
+"""A plan carried over to a graph with the same nodes and other sizes, and to a mesh: `resized`. Pure Python.
 
 Layouts don't depend on sizes, but for the numbers of blocks of strided dims, which come from the factors of operators.
 So the new plan consists of the same instructions, in the same order, with the same layouts, steps and algorithms;
@@ -9,6 +9,7 @@ import re
 from dataclasses import replace
 from itertools import zip_longest
 
+from mindformers_core.layout import Layout
 from mindformers_core.placement import merged_entry
 from mindformers_core.program.free_variables import lambda_lift
 from mindformers_core.program.graph import CallNode
@@ -20,7 +21,7 @@ from mindformers_core.redistribution import plan_redistribution
 _RULE = ("inputs", "outputs", "reduced", "whole", "linear", "added", "distributed", "run", "made")
 
 
-def resized(frame, graph, dropped=frozenset()):
+def resized(frame, graph, dropped=frozenset(), mesh=None):
     """The plan `frame` for another graph.
 
     Args:
@@ -28,6 +29,7 @@ def resized(frame, graph, dropped=frozenset()):
         graph: the captured `CellGraph` of a root with the same nodes, of other shapes. Numbers in the paths of Cells
             may differ.
         dropped: paths of Cells that only the first root calls.
+        mesh: a mesh with the same axes. Default: that of the plan.
 
     Returns:
         A `CellPlan`; plans that calls share in `frame` are shared again.
@@ -35,7 +37,7 @@ def resized(frame, graph, dropped=frozenset()):
     Raises:
         ValueError: the graphs differ in more than sizes, or mesh axes don't divide a dim; names the Cell.
     """
-    return _Resizing({}, {}, frame, lambda_lift(graph), frozenset(dropped)).plan()
+    return _Resizing({}, {}, frame, lambda_lift(graph), frozenset(dropped), mesh or frame.mesh).plan()
 
 
 def _below(paths, child):
@@ -58,10 +60,10 @@ def _without_calls(graph, dropped):
 class _Resizing:
     """The plan of one call."""
 
-    def __init__(self, known, entries, frame, graph, dropped):
+    def __init__(self, known, entries, frame, graph, dropped, mesh):
         self.known = known  # (`CellPlan`, key of the new graph, paths of dropped Cells) -> the new `CellPlan`
         self.entries = entries  # entry of a strided dim in a layout -> the new entry
-        self.frame, self.graph, self.dropped, self.moves = frame, graph, dropped, set()
+        self.frame, self.graph, self.dropped, self.mesh, self.moves = frame, graph, dropped, mesh, set()
         # number of a given Value -> the new Value; several given ones may have become one without dropped calls
         kept, self.values = _without_calls(frame.graph, dropped), {}
         self.given = captured_graph(replace(frame.graph, nodes=tuple(kept.values())))
@@ -93,6 +95,7 @@ class _Resizing:
         return replace(
             self.frame,
             graph=graph,
+            mesh=self.mesh,
             instructions=tuple(made.values()),
             layouts={
                 known[number]: self._at(layout) for number, layout in self.frame.layouts.items() if number in known
@@ -130,7 +133,7 @@ class _Resizing:
             return new
         key = entry.frame, node.graph.key, _below(self.dropped, entry.node.child)
         if entry.frame is not None and key not in self.known:
-            self.known[key] = _Resizing(self.known, self.entries, entry.frame, node.graph, key[-1]).plan()
+            self.known[key] = _Resizing(self.known, self.entries, entry.frame, node.graph, key[-1], self.mesh).plan()
         inputs, outputs = (tuple(map(self._at, layouts)) for layouts in (entry.inputs, entry.outputs))
         lifted, frame = self._moved(entry.lifted), self.known.get(key)
         return replace(entry, node=node, inputs=inputs, outputs=outputs, frame=frame, lifted=lifted)
@@ -142,15 +145,16 @@ class _Resizing:
         for factors, old, axes in (dim for dims, at in tensors for dim in zip(dims, at.dims, at.axes)):
             if old != axes and len(factors) > 1:
                 parts = [(axes_of.get(factor, ()), signature.sizes[factor]) for factor in factors]
-                self.entries[old] = merged_entry(self.frame.mesh, *zip(*parts))
+                self.entries[old] = merged_entry(self.mesh, *zip(*parts))
         inputs, outputs = (tuple(map(self._at, layouts)) for layouts in (entry.inputs, entry.outputs))
         return replace(entry, node=node, signature=signature, inputs=inputs, outputs=outputs, axes_of=axes_of)
 
     def _at(self, layout):
-        """A layout with the new numbers of blocks."""
-        if layout.dims == layout.axes:
+        """A layout on the new mesh, with the new numbers of blocks."""
+        if layout.dims == layout.axes and layout.mesh == self.mesh:
             return layout
-        return layout.replace(dims=[self.entries.get(entry, entry) for entry in layout.dims])
+        dims = [self.entries.get(entry, entry) for entry in layout.dims]
+        return Layout.on(self.mesh, dims, layout.partial, layout.varying)
 
     def _moved(self, pairs):
         return tuple((self.values[value.id], self._at(layout)) for value, layout in pairs)

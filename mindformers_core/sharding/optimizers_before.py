@@ -1,10 +1,11 @@
 """Optimizers that were built before `shard()` or `hsdp()`: they hold Parameters that were replaced since."""
 
 import gc
+from itertools import compress
 
 from mindspore import Parameter, nn
 
-from mindformers_core.communication.world import process_state
+from mindformers_core.communication.world import stands_for_another
 from mindformers_core.program.graph import cell_label
 
 
@@ -40,14 +41,16 @@ def optimizers_holding(parameters, others=()):
         parameters: ids of Parameters.
         others: ids of Cells that are left out.
 
-    Simulated ranks have none: the objects of a process are those of all ranks.
+    A thread that stands for a rank of another world has none: the objects of its process are those of all ranks.
     """
-    if process_state().is_simulated:
+    if stands_for_another():
         return []
-    things = gc.get_objects()
-    kinds = {kind for kind in set(map(type, things)) if issubclass(kind, nn.Cell)}
-    found = []
-    for cell in [thing for thing in things if type(thing) in kinds and id(thing) not in others]:
+    things, found = gc.get_objects(), []
+    types = [*map(type, things)]
+    kinds = {kind for kind in set(types) if issubclass(kind, nn.Cell)}
+    for cell in compress(things, map(kinds.__contains__, types)):
+        if id(cell) in others:
+            continue
         entries = getattr(cell, "parameters", ())
         entries = entries if isinstance(entries, (tuple, list)) else ()
         held = [entry for entry in entries if isinstance(entry, Parameter) and id(entry) in parameters]

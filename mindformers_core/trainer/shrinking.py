@@ -1,7 +1,7 @@
-"""A recipe of few ranks and small sizes with the plan of a large one: `narrowed_recipe`, then `shrunk_recipe`.
+"""A recipe of few ranks and small sizes with the plan of a large one: `shrunk_recipe`.
 
-The large model is planned on shapes alone. Of the layers of a stage those remain that differ; of replicas, shards and
-stages a few remain where the model is planned alike on them; of every size remain the divisors that the plan needs; and
+The large model is planned on shapes alone. Of the layers of a stage those remain that differ; of stages those that are
+planned otherwise, of replicas, shards and parts of layers a few, of every size the divisors that the plan needs; and
 the plan is carried over with all its choices, see `resized`.
 """
 
@@ -10,7 +10,9 @@ import re
 from contextlib import suppress
 from dataclasses import fields, replace
 from functools import partial
+from itertools import product
 from math import lcm, prod
+from typing import NamedTuple
 
 from mindformers_core.communication.world import rank_of
 from mindformers_core.program.plan import OperatorPlan, Redistribution
@@ -24,14 +26,17 @@ from mindformers_core.trainer.pipeline_recipe import check_pipeline, layers_of_s
 from mindformers_core.trainer.recipe import accumulation_steps, recipe_mesh
 from mindformers_core.trainer.recipe_checks import check_recipe
 from mindformers_core.trainer.step import build_cells
-from mindformers_core.verification.sizes import alike_sizes, divisors_of, least_sizes, parts_of_sizes
+from mindformers_core.verification.sizes import divisors_of, least_sizes, parts_of_sizes
 from mindformers_core.zero.buckets import parse_comm_fusion
 
 # What at least remains of each size, tried in this order; where something does, also all divisors of it that are
 # numbers of ranks
 _SHARES = (0, 2**-8, 2**-4, 2**-2, 2**-1)
-NARROWED = ("data_parallel_replicate", "data_parallel_shard", "pipeline_parallel")  # axes of which few ranks may remain
-_DATA, _STAGES = (2, 4, 8, 2**30), (3, 4, 2**30)  # what is tried: at most so many; three stages have one in the middle
+# Axes of which few ranks may remain
+NARROWED = ("data_parallel_replicate", "data_parallel_shard", "tensor_parallel", "pipeline_parallel")
+# What is tried: at most so many; what 2 divides may have to be no multiple of the number of ranks; of four ranks some
+# aren't neighbours; three stages have one in the middle
+_DATA, _TENSOR, _STAGES = (2, 3, 2**30), (4, 2**30), (3, 4, 2**30)
 _FEW = 16  # ranks that all remain
 _SEVERAL = 2  # samples of a micro-batch, of which there were at least as many
 _LAYERS = 4  # of few ranks, so that parameters are more than 32
@@ -43,13 +48,15 @@ def planned(recipe, choices=None, forgets=False, taken=lambda stage, *found: fou
 
     Args:
         recipe: the `Recipe`.
-        choices: number of a stage -> function of its `CellGraph` that returns its plan. Default: propagate.
+        choices: number of a stage -> function of its `CellGraph` and of `mesh` that returns its plan. Default:
+            propagate.
         forgets: whether contents of constants are dropped, such as masks of long sequences.
         taken: function of the stage and these three, for a recipe with more stages than memory has room for.
     """
 
     def plan(stage, tree):
-        graph, frame = annotated_plan(tree, "", micro_batch(recipe, stage), {}, (choices or {}).get(stage))
+        saved = choices and partial(choices[stage], mesh=tree.mesh)
+        graph, frame = annotated_plan(tree, "", micro_batch(recipe, stage), {}, saved)
         for constant in (each for call in graph.calls() for each in call.constants if forgets):
             constant.forget()
         return taken(stage, tree, graph, frame)
@@ -67,55 +74,15 @@ def _of_stages(recipe, function):
     return dict(sorted(found.items()))
 
 
-def narrowed_recipe(recipe):
-    """The recipe on the least replicas, shards and stages on which it has the same plan at its own sizes.
-
-    Tensor parallelism stays as it is. This process stands for all ranks, one after the other.
-
-    Args:
-        recipe: the `Recipe`, with `data_parallel_shard` given.
-
-    Returns:
-        A `Recipe` with the layers that differ, on fewer ranks; the given one where its plan would be another.
-    """
-    sizes, numbers = recipe.parallelism, _layers_of_stages(recipe)
-    given = tuple(getattr(sizes, name) for name in NARROWED)
-    meshes = {tuple(map(min, given, (data, data, stages))) for data in _DATA for stages in _STAGES}
-    meshes = sorted(meshes - {given}, key=prod)
-    if not meshes or prod(given) * sizes.tensor_parallel <= _FEW:
-        return recipe
-
-    def taken(stage, tree, _, frame):
-        gc.collect()  # Cells and plan of the stage before
-        return _layer_kinds(recipe, frame, numbers[stage])[1], _choices_of(tree, frame)
-
-    layers, choices = zip(*planned(recipe, forgets=True, taken=taken).values())
-    runs = accumulation_steps(recipe, sizes.data_parallel_replicate * sizes.data_parallel_shard)
-    training = replace(recipe.training, global_batch_size=None, gradient_accumulation_steps=runs)
-    own, tensor = _own_sizes(recipe), sizes.tensor_parallel
-    for mesh in meshes:
-        counts = [*zip(given[:2], mesh), (tensor, tensor)]
-        model = _resized_model(recipe.model, own, alike_sizes({*tree_leaves(own, int)}, counts))
-        chosen = [*range(mesh[2] * len(layers) // sizes.pipeline_parallel - 1), len(layers) - 1]
-        parallelism = replace(sizes, **dict(zip(NARROWED, mesh)))
-        with suppress(ValueError):  # an impossible recipe
-            small = replace(recipe, parallelism=parallelism, training=training, model=model)
-            check_recipe(small := _with_layers(small, [layers[stage] for stage in chosen]))
-            found = [_choices_of(tree, frame) for tree, _, frame in planned(small, forgets=True).values()]
-            if found == [choices[stage] for stage in chosen] and all(each in found for each in choices):
-                return small
-    return recipe
-
-
 def _choices_of(tree, frame):
-    """What a plan decides, whatever the sizes of mesh axes and the number of equal layers: a set of texts."""
+    """What a plan decides, whatever the number of equal layers: a set of texts."""
 
     def at(pairs):
         return [(layout.axes, layout.partial, layout.varying, layout.dims == layout.axes) for _, layout in pairs]
 
     stored = [each.plan for each in tree.storage.parameters]
     found = {f"{re.sub('[0-9]+', '*', plan.path)} {plan.dim} {_kind(plan)}" for plan in stored}
-    for path, inner in frame.walk():
+    for path, inner in {(re.sub("[0-9]+", "*", path), inner) for path, inner in frame.walk()}:
         for entry in inner.instructions:
             keeper, how = inner.keepers.get(entry), ""
             if isinstance(entry, Redistribution):
@@ -124,8 +91,8 @@ def _choices_of(tree, frame):
                 several = [[size > 1 for size in shape] for shape in entry.local_shapes]
                 how = entry.node.operator, entry.axes_of, entry.algorithm, entry.cut_axes, several
             ends = at(entry.consumed), at(entry.produced), keeper and keeper.name
-            found.add(f"{re.sub('[0-9]+', '*', path)} {how} {ends}")
-    return found
+            found.add(f"{path} {how} {ends}")
+    return frozenset(found)
 
 
 def _kind(plan):
@@ -140,35 +107,75 @@ def _layers_of_stages(recipe):
     return [tuple(range(getattr(recipe.model, "num_hidden_layers", 0)))]
 
 
-def shrunk_recipe(recipe):
-    """The recipe with the least sizes at which its plan remains the same, and with few layers and micro-batches.
+class _Stage(NamedTuple):
+    """What a small recipe needs of a stage of a large one: numbers of the layers that remain, what the plan decides,
+    the plan as a function of a graph and a mesh, sharding of the parameters, and tensors `(shape, layout)`."""
 
-    This process stands for all ranks, one after the other.
+    layers: tuple
+    decided: tuple
+    plan: object
+    parameters: list
+    tensors: frozenset
+
+
+def _planned_stages(recipe):
+    """The `_Stage`s of a recipe; stages that are planned alike share a plan."""
+    numbers, known = _layers_of_stages(recipe), {}
+
+    def taken(stage, tree, _, frame):
+        gc.collect()  # Cells and plan of the stage before
+        dropped, kept = _layer_kinds(recipe, frame, numbers[stage])
+        decided = _choices_of(tree, frame), tuple(number - numbers[stage][0] for number in kept)
+        if decided in known:
+            return known[decided]._replace(layers=kept)
+        outside, tensors = tuple(f"{path}." for path in dropped), set()
+        for entry in {entry for _, inner in frame.walk() for entry in inner.instructions}:
+            tensors |= {(value.shape, layout) for value, layout in (*entry.consumed, *entry.produced)}
+        tensors |= {(tuple(each.global_shape), each.layout) for each in tree.cells[""].get_parameters()}
+        stored = [each.plan for each in tree.storage.parameters if not each.plan.path.startswith(outside)]
+        plan = partial(resized, frame, dropped=dropped)
+        return known.setdefault(decided, _Stage(kept, decided, plan, stored, frozenset(tensors)))
+
+    return list(planned(recipe, forgets=True, taken=taken).values())
+
+
+def _meshes(given, stages):
+    """Numbers of ranks to try, as `NARROWED`, ascending, each with the stages that remain: all kinds of them."""
+    found, chunks = {given: stages}, len(stages) // given[-1]
+    for data, tensor, few in product(_DATA, _TENSOR, _STAGES) if prod(given) > _FEW else ():
+        mesh = tuple(map(min, given, (data, data, tensor, few)))
+        kept = [*stages[: mesh[-1] * chunks - 1], stages[-1]]
+        if {each.decided for each in kept} == {each.decided for each in stages}:
+            found[mesh] = kept
+    return sorted(found.items(), key=lambda entry: prod(entry[0]))
+
+
+def shrunk_recipe(recipe):
+    """The recipe on the fewest ranks, and with the least sizes, that its plan can be carried over to.
+
+    Of more than 16 ranks few data-parallel and tensor-parallel ones and few stages remain, of layers and micro-batches
+    some. This process stands for all ranks, one after the other.
 
     Args:
         recipe: the `Recipe`, with `data_parallel_shard` given.
 
     Returns:
-        `(small, plans)`: the small `Recipe`, on the same mesh, and its plans, as of `simulate`.
+        `(small, plans)`: the small `Recipe`, and its plans, as of `simulate`.
 
     Raises:
         ValueError: the recipe is impossible, or has another plan at small sizes.
     """
-    stages, layers, choices, parameters, tensors = _layers_of_stages(recipe), [], {}, {}, set()
-    for stage, (tree, _, frame) in planned(recipe, forgets=True).items():
-        dropped, kept = _layer_kinds(recipe, frame, stages[stage])
-        layers.append(kept)
-        choices[stage] = partial(resized, frame, dropped=dropped)
-        outside = tuple(f"{path}." for path in dropped)
-        parameters[stage] = [each.plan for each in tree.storage.parameters if not each.plan.path.startswith(outside)]
-        for entry in {entry for _, inner in frame.walk() for entry in inner.instructions}:
-            tensors |= {(value.shape, layout) for value, layout in (*entry.consumed, *entry.produced)}
-        tensors |= {(tuple(each.global_shape), each.layout) for each in tree.cells[""].get_parameters()}
-    for share in _SHARES:
+    sizes, stages = recipe.parallelism, _planned_stages(recipe)
+    given, tensors = tuple(vars(sizes)[name] for name in NARROWED), {pair for each in stages for pair in each.tensors}
+    runs = accumulation_steps(recipe, sizes.data_parallel_replicate * sizes.data_parallel_shard)
+    training = replace(recipe.training, global_batch_size=None, gradient_accumulation_steps=runs)
+    for (mesh, kept), share in product(_meshes(given, stages), _SHARES):
+        small = replace(recipe, training=training, parallelism=replace(sizes, **dict(zip(NARROWED, mesh))))
         try:
-            small = _with_few_micro_batches(_with_layers(recipe, layers))
-            small = _sharded_alike(_with_sizes(small, parts_of_sizes(tensors), share), parameters)
-            return small, _plans(small, choices, parameters)
+            small = _with_few_micro_batches(_with_layers(small, [each.layers for each in kept]))
+            small = _with_sizes(small, tensors, [*zip(given, mesh)][:-1], share)
+            small = _sharded_alike(small, [each.parameters for each in kept])
+            return small, _plans(small, kept)
         except Exception as error:  # a user's model may fail in any way at sizes that aren't its own
             reason = str(error).rstrip(".")
     raise ValueError(
@@ -196,12 +203,13 @@ def _layer_kinds(recipe, frame, numbers):
     return frozenset(f"{prefix}.{number}" for prefix in layers for number in {*numbers} - {*kept}), kept
 
 
-def _plans(recipe, choices, parameters):
-    """The plans of a small recipe; `ValueError` where `hsdp()` shards other `parameters` than of the large one."""
+def _plans(recipe, stages):
+    """The plans of a small recipe; `ValueError` where `hsdp()` shards parameters otherwise than in the large one."""
     plans = {}
-    for stage, (tree, graph, frame) in planned(recipe, choices).items():
+    for stage, (tree, graph, frame) in planned(recipe, [each.plan for each in stages]).items():
         plans[stage, tree.mesh] = graph, frame
-        for large, small in zip(parameters[stage], (each.plan for each in tree.storage.parameters), strict=True):
+        stored = zip(stages[stage].parameters, (each.plan for each in tree.storage.parameters), strict=True)
+        for large, small in stored:
             if large.dim != small.dim or _kind(large) != _kind(small):
                 shown = [plan.reason or f"along dim {plan.dim}" for plan in (large, small)]
                 raise ValueError(f"hsdp() shards '{large.path}' {shown[0]}, and {shown[1]} at small sizes")
@@ -262,16 +270,23 @@ def _resized_model(model, own, small):
     return replace(model, **values)
 
 
-def _with_sizes(recipe, parts, share):
-    """The recipe with the least sizes of the model and of a sequence; see `least_sizes`."""
-    parallelism, section = recipe.parallelism, recipe.train_dataset
-    ranks = parallelism.data_parallel_replicate, parallelism.data_parallel_shard, parallelism.tensor_parallel
-    own, divisors = _own_sizes(recipe), divisors_of(ranks)
+def _with_sizes(recipe, tensors, ranks, share):
+    """The recipe with the least sizes of the model and of a sequence; see `least_sizes`.
+
+    Args:
+        tensors: pairs (global shape, Layout) of the large recipe.
+        ranks: pairs (its number of ranks, the one that takes its place) of replicas, shards and parts of layers.
+        share: see `least_sizes`.
+    """
+    section, own, divisors = recipe.train_dataset, _own_sizes(recipe), divisors_of(ranks)
+    fewer = dict(zip(("dp_replicate", "dp_shard", "tp"), (few for _, few in ranks)))
+    parts = parts_of_sizes(tensors, fewer | {"dp": fewer["dp_replicate"] * fewer["dp_shard"]})
     sizes = {section.seq_length, *(leaf for leaf in tree_leaves(own, int) if type(leaf) is int)}
     if section.factory:  # a user's data have sizes of their own
         sizes -= {size for each in micro_batch(recipe) for size in each.shape[1:]} - {section.seq_length}
     for size in sizes if share else ():
-        parts[size] = lcm(parts.get(size, 1), *(divisor for divisor in divisors if size % divisor == 0))
+        counts = zip(parts.get(size, (1, 1)), *(pair for pair in divisors if size % pair[0] == 0))
+        parts[size] = tuple(lcm(*count) for count in counts)
 
     def changed(small, length=None):
         dataset = replace(section, seq_length=length or small[section.seq_length])
@@ -287,17 +302,17 @@ def _with_sizes(recipe, parts, share):
         return False
 
     small = least_sizes(sizes, parts, divisors, share, fits)
-    count, length = parts.get(section.seq_length, 1), small[section.seq_length]
+    count, length = parts.get(section.seq_length, (1, 1))[1], small[section.seq_length]
     odd = length - count  # every rank has an odd number of positions
     is_free = share == 0 and length // count in range(4, length + 1, 2) and odd not in small.values()
-    is_free = is_free and all(section.seq_length % divisor == 0 or odd % divisor for divisor in divisors)
+    is_free = is_free and all(section.seq_length % many == 0 or odd % few for many, few in divisors)
     return changed(small, odd if is_free else length)
 
 
 def _sharded_alike(recipe, parameters):
     """The small recipe with a threshold and bucket sizes under which `hsdp()` does as with the large `parameters`."""
     small = _of_stages(recipe, lambda stage, tree: [each.plan for each in tree.storage.parameters])
-    pairs = [pair for stage, large in parameters.items() for pair in zip(large, small[stage], strict=True)]
+    pairs = [pair for stage, large in enumerate(parameters) for pair in zip(large, small[stage], strict=True)]
     threshold = max((new.nbytes for old, new in pairs if "threshold" in old.reason), default=0) / 1024
     share = sum(new.nbytes for _, new in pairs) / sum(old.nbytes for old, _ in pairs)
     fusion = {  # buckets are full at the same share of all parameters; places count parameters

@@ -13,7 +13,7 @@ from mindformers_core.sharding.parameter_storage import as_computed
 from mindformers_core.trainer.data import dataset_of, local_batch
 from mindformers_core.trainer.pipeline_recipe import micro_batches_of_a_run
 from mindformers_core.trainer.recipe import accumulation_steps, recipe_mesh
-from mindformers_core.trainer.shrinking import NARROWED, narrowed_recipe, planned, shrunk_recipe
+from mindformers_core.trainer.shrinking import NARROWED, planned, shrunk_recipe
 from mindformers_core.trainer.step import build_cells, step_parts
 from mindformers_core.verification.engine import seed_restored, simulate
 
@@ -25,7 +25,7 @@ def verify_recipe(recipe, full=False):
     Args:
         recipe: the `Recipe`; its data are random.
         full: whether the model has its own sizes, on all ranks; else the least with the same plan, see
-            `narrowed_recipe` and `shrunk_recipe`.
+            `shrunk_recipe`.
 
     Raises:
         ValueError: the recipe is impossible, or has another plan at small sizes.
@@ -35,7 +35,7 @@ def verify_recipe(recipe, full=False):
         plans = {(stage, tree.mesh): (graph, frame) for stage, (tree, graph, frame) in planned(recipe).items()}
     else:
         print(f"planning on {recipe_mesh(recipe).size:,} ranks, at their own sizes …", file=sys.stderr, flush=True)
-        recipe, plans = shrunk_recipe(narrowed_recipe(recipe))
+        recipe, plans = shrunk_recipe(recipe)
     recipe, mesh = replace(recipe, context=replace(recipe.context, engine=given.context.engine)), recipe_mesh(recipe)
     print(f"running {mesh.size:,} ranks …", file=sys.stderr, flush=True)
     runs = accumulation_steps(recipe, mesh.axis_size("dp"))

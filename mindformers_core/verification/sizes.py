@@ -9,54 +9,39 @@ _NEAR = 16  # least candidates of a size that are all tried; further ones are a 
 
 
 def divisors_of(counts):
-    """The products of all subsets of some numbers of ranks, without 1."""
+    """The products of all subsets of some pairs of numbers of ranks, many and few, without those of one rank."""
     chosen = (subset for length in range(1, len(counts) + 1) for subset in combinations(counts, length))
-    return {prod(subset) for subset in chosen} - {1}
+    return {tuple(map(prod, zip(*subset))) for subset in chosen} - {(1, 1)}
 
 
-def alike_sizes(sizes, counts):
-    """Size -> the first one from it on that fewer ranks divide, or don't divide, as the many do.
-
-    Sizes that divide others stay as they are, such as that of heads.
-
-    Args:
-        sizes: the sizes.
-        counts: pairs (number of ranks, the smaller number that takes its place), of which every product counts.
-    """
-    subsets = [subset for length in range(1, len(counts) + 1) for subset in combinations(counts, length)]
-    pairs = [tuple(map(prod, zip(*subset))) for subset in subsets]
-
-    def alike(one, other):
-        return all((one % large == 0) == (other % small == 0) for large, small in pairs)
-
-    free = (size for size in sizes if not any(other > size > 0 == other % size for other in sizes))
-    return {size: next((one for one in range(size, 2 * size) if alike(size, one)), size) for size in free}
-
-
-def parts_of_sizes(tensors):
-    """Size of a dim -> the least common multiple of the numbers of parts that dims of this size are cut into.
+def parts_of_sizes(tensors, fewer):
+    """Size of a dim -> the least common multiple of the numbers of parts that dims of this size are cut into, and that
+    on fewer ranks.
 
     Args:
         tensors: pairs (global shape, Layout).
+        fewer: name of a mesh axis -> its size on fewer ranks. Default of an axis: as it is.
     """
     found = {}
     for shape, layout in tensors:
         for size, axes in zip(shape, layout.axes):
-            found[size] = lcm(found.get(size, 1), layout.mesh.axis_size(*axes))
+            few = prod(fewer.get(axis, layout.mesh.axis_size(axis)) for axis in axes)
+            found[size] = tuple(map(lcm, found.get(size, (1, 1)), (layout.mesh.axis_size(*axes), few)))
     return found
 
 
 def least_sizes(sizes, parts, divisors, share, fits):
     """The least size for each of the sizes of a model.
 
-    A number of parts that divides a size divides the small one; a number of `divisors` that doesn't, doesn't. Parts
-    with several elements keep at least two. Equal sizes stay equal, unequal ones unequal. A product of two sizes stays
-    one where it can.
+    A number of parts that divides a size divides the small one; a number of `divisors` that doesn't, doesn't, unless
+    the parts want it. Parts with several elements keep at least two. Equal sizes stay equal, unequal ones unequal. A
+    product of two sizes stays one where it can.
 
     Args:
         sizes: the sizes.
-        parts: size -> number of parts that it is cut into, which divides it. Default of a size: 1.
-        divisors: products of numbers of ranks.
+        parts: size -> number of parts that it is cut into, which divides it, and that of the small size. Default of a
+            size: 1.
+        divisors: products of numbers of ranks, in pairs: for the sizes, and for the small ones.
         share: what at least remains of each size, from 0 to 1.
         fits: function of a dict, size -> small size: whether the model can be made.
 
@@ -67,10 +52,11 @@ def least_sizes(sizes, parts, divisors, share, fits):
     for size in sorted(size for size in small if size > _SMALL):
         done = {other: small[other] for other in sorted(small) if other < size}
         products = [done[a] * done[b] for a in done for b in done if 1 < a <= b and a * b == size]
-        count = parts.get(size, 1)
-        unit = lcm(count, gcd(size, _SMALL))  # halves of an uncut dim have several elements, too
-        lowest = max(unit, count * min(size // count, 2), ceil(size * share))
-        strange = [divisor for divisor in divisors if size % divisor]
+        many, count = parts.get(size, (1, 1))
+        strange = [few for many, few in divisors if size % many and count % few]
+        units = (lcm(count, gcd(size, part)) for part in (_SMALL, 2, 1))  # halves of an uncut dim have several elements
+        unit = next(unit for unit in units if all(unit % divisor for divisor in strange))
+        lowest = max(unit, count * min(size // many, 2), ceil(size * share))
         products = [one for one in products if one <= _LARGER * lowest]  # others are products by chance
         for one in chain(products, _candidates(unit, lowest, size)):
             wrong = one % unit or one >= size or one in done.values() or any(one % divisor == 0 for divisor in strange)

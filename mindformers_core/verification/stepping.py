@@ -1,5 +1,7 @@
 """What a step computes after its passes, of one rank against one card: gradients, their norm, and updates."""
 
+from functools import lru_cache
+
 import numpy as np
 from mindspore import Parameter, Tensor, dtype as mstype, ops
 
@@ -48,34 +50,53 @@ def compare_step(check, observer, step, buckets):
     if parameters and parameters.keys() == summed.keys() == used:  # those of one stage
         _compare_lamb(hold, truth, parameters, observer.rank)
     _compare_updates(hold, optimizer, list(parameters), clipped)
-    if observer.rank == 0:
-        draw = np.random.default_rng(0).standard_normal((2, _LARGE)).astype(np.float32)
-        weight = Parameter(Tensor(draw[0]), name="a large weight")
-        _compare_updates(hold, AdamW((weight,), optimizer.section), [weight.name], (Tensor(draw[1]),))
+    if parameters and observer.rank == 0:
+        values, gradient = map(Tensor, _large())
+        weight = Parameter(values, name="a large weight")
+        of_large = AdamW((weight,), optimizer.section)
+        _compare_updates(hold, of_large, [weight.name], (gradient,), lambda _, __, *numbers: _large_added(*numbers))
 
 
-def _compare_updates(hold, optimizer, paths, gradients):
-    """Compare what three AdamW steps add to a rank's weights (Loshchilov and Hutter, 2019)."""
+@lru_cache(maxsize=1)
+def _large():
+    """The values of a large weight, and its gradient."""
+    return np.random.default_rng(0).standard_normal((2, _LARGE)).astype(np.float32)
+
+
+def _added(old, gradient, betas, eps, decay):
+    """What three AdamW steps add to a weight (Loshchilov and Hutter, 2019)."""
+    weight, moments, found = old.astype(np.float64), [0.0, 0.0], gradient.astype(np.float64)
+    for number, factor in enumerate(_FACTORS, 1):
+        powers, pairs = (found * factor, np.square(found * factor)), zip(betas, moments)
+        moments = [beta * moment + (1 - beta) * power for (beta, moment), power in zip(pairs, powers)]
+        first, second = (each / (1 - beta**number) for each, beta in zip(moments, betas))
+        weight = weight - _RATE * (first / (np.sqrt(second) + eps) + decay * weight)
+    return weight - old
+
+
+_large_added = lru_cache(maxsize=2)(lambda *numbers: _added(*_large(), *numbers))
+
+
+def _compare_updates(hold, optimizer, paths, gradients, added=_added):
+    """Compare what three AdamW steps add to a rank's weights with `added`."""
     before, section = [parameter.asnumpy().copy() for parameter in optimizer.parameters], optimizer.section
     for number, factor in enumerate(_FACTORS, 1):
         optimizer(tuple(gradient * factor for gradient in gradients), *optimizer.scalars(number, _RATE))
     for path, parameter, gradient, old in zip(paths, optimizer.parameters, gradients, before, strict=True):
         decay = section.weight_decay if decays(parameter, section) else 0.0
-        weight, moments, found = old.astype(np.float64), [0.0, 0.0], gradient.asnumpy().astype(np.float64)
-        for number, factor in enumerate(_FACTORS, 1):
-            powers, pairs = (found * factor, np.square(found * factor)), zip(section.betas, moments)
-            moments = [beta * moment + (1 - beta) * power for (beta, moment), power in zip(pairs, powers)]
-            first, second = (each / (1 - beta**number) for each, beta in zip(moments, section.betas))
-            weight = weight - _RATE * (first / (np.sqrt(second) + section.eps) + decay * weight)
-        scale, added = np.abs(old).max(initial=0.0), Tensor((parameter.asnumpy() - old).astype(np.float64))
-        hold(5, "update", path, None, added, weight - old, scale, (_TOLERANCE * 4, _ROUNDING * len(_FACTORS)))
+        value = added(old, gradient.asnumpy(), section.betas, section.eps, decay)
+        scale, found = np.abs(old).max(initial=0.0), Tensor((parameter.asnumpy() - old).astype(np.float64))
+        hold(5, "update", path, None, found, value, scale, (_TOLERANCE * 4, _ROUNDING * len(_FACTORS)))
 
 
 def _compare_lamb(hold, truth, parameters, rank):
     """Compare what LAMB's first step adds (You et al., 2020), which takes norms of whole weights; undo it.
 
-    Gradients are random: the directions of those that are rounding errors alone would differ.
+    The first parameter of each layout stands for the others. Gradients are random: the directions of those that are
+    rounding errors alone would differ.
     """
+    layouts = {each.layout: path for path, each in reversed(parameters.items())}
+    parameters = {path: parameters[path] for path in layouts.values()}
     before, eps, draw = [each.asnumpy().copy() for each in parameters.values()], 1e-6, np.random.default_rng(0)
     wholes = {path: draw.standard_normal(each.global_shape) for path, each in parameters.items()}
     parts = [whole[parameters[path].layout.local_slices(whole.shape, rank)] for path, whole in wholes.items()]

@@ -4,6 +4,7 @@ import sys
 
 import numpy as np
 from launch import ROOT, on_ranks
+from truth import once
 
 from mindformers_core.communication import world
 from mindformers_core.mesh import init_device_mesh
@@ -16,11 +17,16 @@ sys.path.insert(0, str(ROOT / "examples"))
 SMALL = ("training.local_batch_size=4", "training.global_batch_size=16", "model.dropout=0.25")
 PIPELINE = ("parallelism.pipeline_parallel=2", "parallelism.pipeline_parallel_microbatch_size=2")
 MESHES = {
-    "dp 2, tp 2": ((1, 2, 1, 2), ()),
     "compiled": ((1, 2, 1, 2), ("context.mode=0",)),
     "ZeRO 3, recompute": ((1, 2, 1, 2), ("parallelism.zero_level=3", "recompute.full=true")),
     "pp 2, dp 2": ((2, 2, 1, 1), (*PIPELINE, "parallelism.tensor_parallel=1")),
 }
+
+
+@once
+def alone():
+    """What one card gives, whose class knows no stages."""
+    return rows((1, 1, 1, 1), [world().rank], "model.name=own_model:Classifier")
 
 
 def rows(shape, ranks, *overrides):
@@ -32,8 +38,8 @@ def rows(shape, ranks, *overrides):
 
 @on_ranks(4)
 def case_a_model_of_ones_own_equals_one_card():
-    """On every mesh, its dropout, too; the class alone, which knows no stages."""
-    expected = rows((1, 1, 1, 1), [world().rank], "model.name=own_model:Classifier")
+    """On every mesh, its dropout, too."""
+    expected = alone()
     assert expected[-1] != expected[0]
     for name, (shape, overrides) in MESHES.items():
         np.testing.assert_allclose(rows(shape, None, *overrides), expected, 1e-5, err_msg=name)

@@ -117,22 +117,21 @@ def equal(found, expected):
 
 @on_ranks(2, nightly=(4,))
 def case_recomputed_compiled_stages_give_the_same_bits():
-    """pp 2, at night x tp 2."""
+    """pp 2, at night x tp 2; whole backward passes and split ones."""
     expected, none = pipelined(True)
     assert none == 0
-    for settings in (FULL, MIDDLE):
-        assert equal(pipelined(True, **settings)[0], expected), settings
+    assert equal(pipelined(True, **FULL)[0], expected)
+    expected, _ = pipelined(True, ScheduleZBH1)  # what a weight step needs is there again after the input step
+    assert equal(pipelined(True, ScheduleZBH1, **MIDDLE)[0], expected)
 
 
 @on_ranks(4)
 def case_recomputed_stages_give_the_same_bits():
-    """pp 2 x tp 2, with dropout, PyNative; where backward passes are split, compiled."""
+    """pp 2 x tp 2, with dropout, PyNative."""
     expected, none = pipelined(False)
     assert none == 0
     found, count = pipelined(False, **OPERATORS)
     assert equal(found, expected) and count > 0
-    expected, _ = pipelined(True, ScheduleZBH1)  # what a weight step needs is there again after the input step
-    assert equal(pipelined(True, ScheduleZBH1, **MIDDLE)[0], expected)
 
 
 @on_ranks(2)

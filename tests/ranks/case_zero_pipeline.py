@@ -74,7 +74,7 @@ def case_zero_stages_equal_one_card():
     expected = one_card(ROWS, STEPS)
     for kind, level, reshard, compiled in (
         (ScheduleInterleaved1F1B, "level1", None, False),
-        (Schedule1F1B, "level2", None, True),
+        (Schedule1F1B, "level2", None, False),
         (ScheduleZBH1, "level3", None, False),
         (ScheduleGPipe, "level3", True, False),
         (ScheduleZBH1, "level3", True, True),
