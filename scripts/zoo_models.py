@@ -69,7 +69,7 @@ SMALLER = {  # module of mindcv -> arguments of its Cell
     "vit": {"embed_dim": 64, "depth": 2, "num_heads": 4},
 }
 NARROWER = "densenet dpn googlenet hrnet inceptionv3 inceptionv4 mobilenetv1 mobilenetv2 mobilenetv3 resnest"
-NARROWER += " resnet resnetv2 senet sknet squeezenet vgg xception"  # modules of mindcv: fewer channels
+NARROWER += " resnet resnetv2 senet squeezenet vgg xception"  # modules of mindcv: fewer channels
 IMAGES = {
     "convit": 224,
     "inceptionv3": 128,
@@ -206,7 +206,7 @@ def mindcv():
             if module == "vgg":
                 net.classifier = nn.Dense(512, 10)
             image = np.random.default_rng(0).standard_normal((4 if size <= 128 else 2, 3, size, size))
-            return net if module == "res2net" else shortened(net), (Tensor(image.astype(np.float32)),), {}
+            return net if module in ("repmlp", "res2net") else shortened(net), (Tensor(image.astype(np.float32)),), {}
 
         return make
 
