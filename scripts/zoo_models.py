@@ -20,12 +20,14 @@ SIZES = {  # pattern of an attribute's name in a configuration -> its value
     r"(n|num)_(hidden_)?layers?|(encoder|decoder|num_encoder|num_decoder|depth)_layers|depth|layers|num_blocks": 2,
     r"hidden_size|d_model|n_embd|dim|embed_dim|embedding_size|word_embed_proj_dim|hidden_dim|projection_dim|d_embed|"
     r"vision_embed_dim|bottleneck_size|encoder_hidden_size|rnn_hidden_dim|lm_hidden_dim|dec_dim|text_dim|"
-    r"vocab_embedding_dim|emb_dim|codevector_dim|proj_codevector_dim|tie_dim|q_lora_rank|kv_lora_rank": 32,
+    r"vocab_embedding_dim|(shape|pronunciation)_embed_dim|emb_dim|"
+    r"codevector_dim|proj_codevector_dim|tie_dim|q_lora_rank|kv_lora_rank": 32,
     r"(num|n|encoder|decoder|num_encoder|num_decoder)_(attention_)?heads?|attention_heads": 4,
     r"(num|n)_(key_value_heads|kv_heads|head_kv|query_groups|kv_head)|multi_query_group_num": 2,
     r"(.*_)?intermediate_size|(.*_)?ffn_(dim|hidden_size)|d_ff|d_inner|n_inner|inner_dim|feed_forward_proj_dim|"
     r"ffn_size|shared_expert_intermediate_size|expert_dim|mlp_dim": 64,
-    r"vocab_size|(text|type)_vocab_size_|n_vocab|num_embeddings|entity_vocab_size|codebook_size": 128,
+    r"vocab_size|(text|type)_vocab_size_|(shape|pronunciation)_vocab_size|"
+    r"n_vocab|num_embeddings|entity_vocab_size|codebook_size": 128,
     r"max_position_embeddings|n_positions|n_ctx|max_seq_len(gth)?|max_source_positions|max_target_positions|"
     r"max_2d_position_embeddings|max_sequence_length": 128,
     r"head_dim|d_kv|kv_channels|attention_head_size|qk_nope_head_dim|qk_rope_head_dim|v_head_dim": 8,
@@ -42,7 +44,7 @@ SMALLER = {  # module of mindcv -> arguments of its Cell
     "coat": {"embed_dims": [32] * 4, "parallel_depth": 2},
     "cmt": {"img_size": 64, "depths": [1, 1, 1, 1], "embed_dims": [32, 64, 96, 128]},
     "convnext": {"dims": [32, 64, 96, 128]},
-    "crossvit": {"embed_dim": [32, 64], "depth": [[1, 1, 0], [1, 1, 0]]},
+    "crossvit": {"embed_dim": [28, 56], "depth": [[1, 1, 0], [1, 1, 0]]},
     "densenet": {"block_config": (2, 2, 2, 2)},
     "dpn": {"k_r": 32, "k_sec": (2, 2, 2, 2)},
     "bit": {"layers": [1, 1, 1, 1]},
@@ -69,7 +71,7 @@ SMALLER = {  # module of mindcv -> arguments of its Cell
     "vit": {"embed_dim": 64, "depth": 2, "num_heads": 4},
 }
 NARROWER = "densenet dpn googlenet hrnet inceptionv3 inceptionv4 mobilenetv1 mobilenetv2 mobilenetv3 resnest"
-NARROWER += " resnet resnetv2 senet sknet squeezenet vgg xception"  # modules of mindcv: fewer channels
+NARROWER += " resnet resnetv2 senet squeezenet vgg xception"  # modules of mindcv: fewer channels
 IMAGES = {
     "convit": 224,
     "inceptionv3": 128,
@@ -92,9 +94,9 @@ def _small_values(config):
             found[name] = {"model_type": value.model_type, **_small_values(value)}
         elif isinstance(value, float) and "drop" in name:
             found[name] = 0.0
-        elif name == "depths" and isinstance(value, (list, tuple)):
-            found[name] = [min(count, 2) for count in value]
-        elif name == "hidden_sizes" and config.model_type in ("poolformer", "pvt", "pvt_v2"):
+        elif name in ("depth", "depths") and isinstance(value, (list, tuple)):
+            found[name] = [min(count, 2 if name == "depths" else 3) for count in value]
+        elif name in ("hidden_sizes", "embed_dim") and config.model_type in ("cvt", "poolformer", "pvt", "pvt_v2"):
             found[name] = [size // 4 for size in value]
         elif name in ("block_size", "num_global_tokens") and config.model_type == "pegasus_x":
             found[name] = 4
@@ -206,7 +208,7 @@ def mindcv():
             if module == "vgg":
                 net.classifier = nn.Dense(512, 10)
             image = np.random.default_rng(0).standard_normal((4 if size <= 128 else 2, 3, size, size))
-            return net if module == "res2net" else shortened(net), (Tensor(image.astype(np.float32)),), {}
+            return net if module in ("repmlp", "res2net") else shortened(net), (Tensor(image.astype(np.float32)),), {}
 
         return make
 

@@ -115,7 +115,7 @@ class _Stage(NamedTuple):
     decided: tuple
     plan: object
     parameters: list
-    tensors: frozenset
+    tensors: set
 
 
 def _planned_stages(recipe):
@@ -132,9 +132,8 @@ def _planned_stages(recipe):
         for entry in {entry for _, inner in frame.walk() for entry in inner.instructions}:
             tensors |= {(value.shape, layout) for value, layout in (*entry.consumed, *entry.produced)}
         tensors |= {(tuple(each.global_shape), each.layout) for each in tree.cells[""].get_parameters()}
-        stored = [each.plan for each in tree.storage.parameters if not each.plan.path.startswith(outside)]
-        plan = partial(resized, frame, dropped=dropped)
-        return known.setdefault(decided, _Stage(kept, decided, plan, stored, frozenset(tensors)))
+        own = [each.plan for each in tree.storage.parameters if not each.plan.path.startswith(outside)]
+        return known.setdefault(decided, _Stage(kept, decided, partial(resized, frame, dropped=dropped), own, tensors))
 
     return list(planned(recipe, forgets=True, taken=taken).values())
 
@@ -174,8 +173,7 @@ def shrunk_recipe(recipe):
         try:
             small = _with_few_micro_batches(_with_layers(small, [each.layers for each in kept]))
             small = _with_sizes(small, tensors, [*zip(given, mesh)][:-1], share)
-            small = _sharded_alike(small, [each.parameters for each in kept])
-            return small, _plans(small, kept)
+            return (small := _sharded_alike(small, [each.parameters for each in kept])), _plans(small, kept)
         except Exception as error:  # a user's model may fail in any way at sizes that aren't its own
             reason = str(error).rstrip(".")
     raise ValueError(
@@ -208,8 +206,8 @@ def _plans(recipe, stages):
     plans = {}
     for stage, (tree, graph, frame) in planned(recipe, [each.plan for each in stages]).items():
         plans[stage, tree.mesh] = graph, frame
-        stored = zip(stages[stage].parameters, (each.plan for each in tree.storage.parameters), strict=True)
-        for large, small in stored:
+        for large, stored in zip(stages[stage].parameters, tree.storage.parameters, strict=True):
+            small = stored.plan
             if large.dim != small.dim or _kind(large) != _kind(small):
                 shown = [plan.reason or f"along dim {plan.dim}" for plan in (large, small)]
                 raise ValueError(f"hsdp() shards '{large.path}' {shown[0]}, and {shown[1]} at small sizes")

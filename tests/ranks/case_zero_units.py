@@ -18,15 +18,17 @@ def tower(prefetch=1, **settings):
     net = hsdp(Tower(idle=False), 2, 0, "level3", prefetch=prefetch, gradients_mean=False, **settings)
     schedule, log = storage_of(net).schedule, []
 
-    def logged(sign, change):
-        def run(bucket):
-            change(bucket)
-            log.append((sign + bucket.unit[-1:], in_place(net)))
+    def logged(sign, change, unit_of):
+        def run(what):
+            changes = sign == "+" or what in schedule._held
+            change(what)
+            if changes:
+                log.append((sign + unit_of(what)[-1:], in_place(net)))
 
         return run
 
-    schedule.gather_bucket = logged("+", schedule.gather_bucket)
-    schedule.free_bucket = logged("-", schedule.free_bucket)
+    schedule.gather_bucket = logged("+", schedule.gather_bucket, lambda bucket: bucket.unit)
+    schedule._free = logged("-", schedule._free, lambda unit: unit)
     return net, log
 
 
