@@ -115,8 +115,44 @@ def decentered(x, dim=None):
     return centered(x, dim, 0)
 
 
+@ops.constexpr
+def _swapped(norm):
+    """The other direction's `norm`, a name or MindSpore's number."""
+    return {1: "backward", "forward": "backward", 2: "ortho", "ortho": "ortho"}.get(norm, "forward")
+
+
+def hfft(x, n=None, dim=-1, norm=None):
+    """`HFFT`: MindSpore's is conjugated in every second call of a process on CPU."""
+    return ops.irfft(ops.conj(x), n, dim, _swapped(norm))
+
+
+def ihfft(x, n=None, dim=-1, norm=None):
+    """`IHFFT`, likewise."""
+    return ops.conj(ops.rfft(x, n, dim, _swapped(norm)))
+
+
+def hfft2(x, s=None, dim=(-2, -1), norm=None):
+    """`HFFT2`, likewise."""
+    return ops.irfft2(ops.conj(x), s, dim, _swapped(norm))
+
+
+def ihfft2(x, s=None, dim=(-2, -1), norm=None):
+    """`IHFFT2`, likewise."""
+    return ops.conj(ops.rfft2(x, s, dim, _swapped(norm)))
+
+
+def hfftn(x, s=None, dim=None, norm=None):
+    """`HFFTN`, likewise."""
+    return ops.irfftn(ops.conj(x), s, dim, _swapped(norm))
+
+
+def ihfftn(x, s=None, dim=None, norm=None):
+    """`IHFFTN`, likewise."""
+    return ops.conj(ops.rfftn(x, s, dim, _swapped(norm)))
+
+
 # Operators whose results or gradients MindSpore gets wrong on CPU, whatever they are given
 CORRECTED = frozenset(
     ("BCEWithLogitsLoss", "ConstantPadND", "CumProd", "EmbeddingLookup", "FFTShift", "IFFTShift", "IndexAddExt", "Mish")
-    + ("NLLLoss", "Scatter")
+    + ("NLLLoss", "Scatter", "HFFT", "HFFT2", "HFFTN", "IHFFT", "IHFFT2", "IHFFTN")
 )

@@ -38,7 +38,9 @@ def _transform(kind, ending, x, *args, **named):
 
 for _kind in _LAST:
     for _ending in _DIMS:
-        register_operator(_kind + _ending, operations=10)(partial(_transform, _kind, _ending))
+        _name = _kind + _ending
+        _source = f"mindformers_core.dtensor.corrected.{_name.lower()}" if "HFFT" in _kind else ""
+        register_operator(_name, operations=10, source=_source)(partial(_transform, _kind, _ending))
 
 
 @register_operator("FFTShift", source="mindformers_core.dtensor.corrected.centered")
