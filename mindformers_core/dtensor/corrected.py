@@ -121,34 +121,18 @@ def _swapped(norm):
     return {1: "backward", "forward": "backward", 2: "ortho", "ortho": "ortho"}.get(norm, "forward")
 
 
-def hfft(x, n=None, dim=-1, norm=None):
-    """`HFFT`: MindSpore's is conjugated in every second call of a process on CPU."""
-    return ops.irfft(ops.conj(x), n, dim, _swapped(norm))
+def _per_dim(value):
+    return (value,) if isinstance(value, int) else value
 
 
-def ihfft(x, n=None, dim=-1, norm=None):
-    """`IHFFT`, likewise."""
-    return ops.conj(ops.rfft(x, n, dim, _swapped(norm)))
+def to_real(x, sizes=None, dim=None, norm=None):
+    """`HFFT`, `HFFT2` and `HFFTN`: on CPU, MindSpore's are conjugated in every second call of a process."""
+    return ops.irfftn(ops.conj(x), _per_dim(sizes), _per_dim(dim), _swapped(norm))
 
 
-def hfft2(x, s=None, dim=(-2, -1), norm=None):
-    """`HFFT2`, likewise."""
-    return ops.irfft2(ops.conj(x), s, dim, _swapped(norm))
-
-
-def ihfft2(x, s=None, dim=(-2, -1), norm=None):
-    """`IHFFT2`, likewise."""
-    return ops.conj(ops.rfft2(x, s, dim, _swapped(norm)))
-
-
-def hfftn(x, s=None, dim=None, norm=None):
-    """`HFFTN`, likewise."""
-    return ops.irfftn(ops.conj(x), s, dim, _swapped(norm))
-
-
-def ihfftn(x, s=None, dim=None, norm=None):
-    """`IHFFTN`, likewise."""
-    return ops.conj(ops.rfftn(x, s, dim, _swapped(norm)))
+def from_real(x, sizes=None, dim=None, norm=None):
+    """`IHFFT`, `IHFFT2` and `IHFFTN`, likewise."""
+    return ops.conj(ops.rfftn(x, _per_dim(sizes), _per_dim(dim), _swapped(norm)))
 
 
 # Operators whose results or gradients MindSpore gets wrong on CPU, whatever they are given
