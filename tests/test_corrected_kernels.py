@@ -156,3 +156,24 @@ def test_the_truth_of_verify():
     found = verify(lambda: shard(Calls(), mesh, plan=plan), mesh, *(Tensor(x) for x, _ in CALLS))
     check(next(iter(found.truth.outputs.values())), values)
     assert not found.faults, found.report()
+
+
+class Hermitian(nn.Cell):
+    def construct(self, x, y):
+        return (
+            ops.hfft(x), ops.hfft2(x, norm="ortho"), ops.hfftn(x, norm="forward"),
+            ops.ihfft(y), ops.ihfft2(y, norm="ortho"), ops.ihfftn(y, norm="forward"),
+        )  # fmt: skip
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_transforms_of_hermitian_signals_are_right_in_every_call():
+    y = RANDOM.normal(size=(3, 4, 6)).astype(np.float32)
+    x = (y[..., :4] + 1j * RANDOM.normal(size=(3, 4, 4))).astype(np.complex64)
+    back, forth, conj = (np.fft.irfft, np.fft.irfft2, np.fft.irfftn), (np.fft.rfft, np.fft.rfft2, np.fft.rfftn), np.conj
+    norms = ("forward", "ortho", "backward")
+    wanted = [f(conj(x), norm=norm) for f, norm in zip(back, norms)]
+    wanted += [conj(f(y, norm=norm)) for f, norm in zip(forth, norms)]
+    net = shard(Hermitian(), init_device_mesh((1,), ("dp",)))
+    for _ in range(3):
+        check([each.to_local() for each in net(Tensor(x), Tensor(y))], wanted)

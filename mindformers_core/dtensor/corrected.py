@@ -115,8 +115,28 @@ def decentered(x, dim=None):
     return centered(x, dim, 0)
 
 
+@ops.constexpr
+def _swapped(norm):
+    """The other direction's `norm`, a name or MindSpore's number."""
+    return {1: "backward", "forward": "backward", 2: "ortho", "ortho": "ortho"}.get(norm, "forward")
+
+
+def _per_dim(value):
+    return (value,) if isinstance(value, int) else value
+
+
+def to_real(x, sizes=None, dim=None, norm=None):
+    """`HFFT`, `HFFT2` and `HFFTN`: on CPU, MindSpore's are conjugated in every second call of a process."""
+    return ops.irfftn(ops.conj(x), _per_dim(sizes), _per_dim(dim), _swapped(norm))
+
+
+def from_real(x, sizes=None, dim=None, norm=None):
+    """`IHFFT`, `IHFFT2` and `IHFFTN`, likewise."""
+    return ops.conj(ops.rfftn(x, _per_dim(sizes), _per_dim(dim), _swapped(norm)))
+
+
 # Operators whose results or gradients MindSpore gets wrong on CPU, whatever they are given
 CORRECTED = frozenset(
     ("BCEWithLogitsLoss", "ConstantPadND", "CumProd", "EmbeddingLookup", "FFTShift", "IFFTShift", "IndexAddExt", "Mish")
-    + ("NLLLoss", "Scatter")
+    + ("NLLLoss", "Scatter", "HFFT", "HFFT2", "HFFTN", "IHFFT", "IHFFT2", "IHFFTN")
 )

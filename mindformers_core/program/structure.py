@@ -48,10 +48,11 @@ class DType:
 def call_signature(function):
     """The signature of a call. Of a decorated function it is the decorator's; where that has `*args` or `**kwargs`, the
     function's own, with `**kwargs` behind if the decorator takes any, which may keep some for itself."""
-    outer, inner = signature(function, follow_wrapped=False), signature(function)
+    outer = signature(function, follow_wrapped=False)
     kinds = {each.kind: each for each in outer.parameters.values()}
     if not {Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD} & kinds.keys():
         return outer
+    inner = signature(function)
     own, any_name = list(inner.parameters.values()), kinds.get(Parameter.VAR_KEYWORD)
     takes_it = any_name is None or own[-1:] and own[-1].kind is Parameter.VAR_KEYWORD
     return inner if takes_it else inner.replace(parameters=[*own, any_name])
