@@ -3,7 +3,7 @@
 import pytest
 
 from mindformers_core.mesh import init_device_mesh
-from mindformers_core.redistribution import GPU, Link
+from mindformers_core.redistribution import GPU
 from mindformers_core.redistribution.quantities import device_model_of, named_device_model
 from mindformers_core.trainer.recipe_loader import load_recipe
 
@@ -31,7 +31,7 @@ def test_quantities_have_units():
 
 
 def test_a_level_is_the_link_of_the_axes_that_reach_beyond_it():
-    """Of 4 x 8 ranks dp, with 8 between neighbours, runs between machines; tp, 8 in a row, within one; both, between."""
+    """Of 4 x 8 ranks dp runs between machines, tp, 8 in a row, within one, both between machines."""
     model = GPU.on_mesh(init_device_mesh((4, 8), ("dp", "tp")))
     (_, between), within = GPU.levels[0], GPU.link
     assert [model.link_over(axes) for axes in (("dp",), ("tp",), ("dp", "tp"))] == [between, within, between]
