@@ -6,6 +6,7 @@ Written from the definitions of the placements, and from the design's table of f
 import numpy as np
 
 from mindformers_core.redistribution.arrays import exchange, reduce_arrays
+from mindformers_core.redistribution.steps import ring
 
 
 def distribute(value, layout, rng):
@@ -153,7 +154,7 @@ def _pad(x, dim):
 def _places(step, ranks):
     """For every member of the group the place in it that its tensor goes to, and the place that one comes from."""
     if step.kind == "shift":
-        return [[(place + by) % len(ranks) for place in range(len(ranks))] for by in (step.distance, -step.distance)]
+        return ring(len(ranks), step.distance)
     held, wanted = ([layout.local_slices(step.shape, rank) for rank in ranks] for layout in (step.source, step.target))
     return [wanted.index(slices) for slices in held], [held.index(slices) for slices in wanted]
 

@@ -73,12 +73,16 @@ class CpuCollective(raw.RawCollective):
         return ops.reshape(chunk(self.all_gather(ops.unsqueeze(x, 0), 0), origins[self.index], self.size, 0), x.shape)
 
     def eager_permute(self, x, destinations, origins):
+        if shared := _shared(self.group, x):
+            return shared.permute(x, origins[self.index])
         if destinations[self.index] != self.index:
             _send(x, destinations[self.index], self.group)
         return x if origins[self.index] == self.index else _receive(x, origins[self.index], self.group)
 
     def _exchange(self, parts):
         """Send `parts[i]` to rank i of the group, the nearest ranks first; returns this rank's parts, in order."""
+        if shared := _shared(self.group, parts[0]):
+            return shared.exchange(parts)
         for step in range(1, self.size):
             to = (self.index + step) % self.size
             _send(parts[to], to, self.group)

@@ -20,7 +20,7 @@ from mindformers_core.communication.raw import RawCollective
 from mindformers_core.communication.simulated import SimulatedCollective
 from mindformers_core.communication.world import world
 from mindformers_core.hints import nearest
-from mindformers_core.redistribution.steps import EXTREMES, STEP_KINDS
+from mindformers_core.redistribution.steps import EXTREMES, STEP_KINDS, ring
 
 __all__ = [
     "AllGather", "AllGatherVarying", "AllReduce", "AllReduceVarying", "AllToAll", "Collective",
@@ -115,7 +115,7 @@ def make_collective(kind, mesh, axes, *given, **named):
     if kind == "permute":
         dims = _routes(mesh, group, *dims)
     elif kind == "shift":
-        dims = tuple(tuple((place + by) % group.size for place in range(group.size)) for by in (dims[0], -dims[0]))
+        dims = ring(group.size, *dims)
     is_extreme = op in EXTREMES and row.source == "partial" and group.size > 1
     forward, backward = (row.forward, row.backward) if is_extreme else row.runs(op)
     cell = _operation(forward, group, 0, dims, op if op in EXTREMES else "sum")

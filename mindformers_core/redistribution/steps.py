@@ -79,6 +79,15 @@ COLLECTIVES = {
     "all_to_all": (lambda n: n - 1, lambda n: n - 1),
     "permute": (lambda n: 1, lambda n: n),
 }
+# The same of backends that carry some of them in other ways. A graph on CPU has sums of floats alone: an all-gather is
+# the sum of buffers as large as its result, and what goes from rank to rank is first gathered by all.
+CARRIED = {
+    "native": COLLECTIVES,
+    "cpu": COLLECTIVES,
+    "cpu graph": COLLECTIVES
+    | dict.fromkeys(("all_gather", "reduce_scatter"), COLLECTIVES["all_reduce"])
+    | dict.fromkeys(("all_to_all", "permute"), (lambda n: 2 * (n - 1), lambda n: 2 * (n - 1) * n)),
+}
 
 
 def wire_bytes(name, group_size, whole):
@@ -170,6 +179,11 @@ class Step:
         op += "" if self.distance is None else f" by {self.distance}"
         over = f" over {', '.join(self.axes)}" if self.axes else ""
         return f"{self.kind}{op}{dims}{over}: {self.source} -> {self.target}, {self.nbytes} bytes"
+
+
+def ring(size, distance):
+    """Of a shift by so many places in a group: for each place the one that it gives to, and that it gets from."""
+    return tuple(tuple((place + by) % size for place in range(size)) for by in (distance, -distance))
 
 
 def shift_step(mesh, axes, distance, local_shape, dtype):
