@@ -69,13 +69,13 @@ class CpuCollective(raw.RawCollective):
     def eager_all_to_all(self, x, dim, to_dim):
         return ops.cat(self._exchange([chunk(x, place, self.size, to_dim) for place in range(self.size)]), dim)
 
-    def permute(self, x, destination, origin):
-        return ops.reshape(chunk(self.all_gather(ops.unsqueeze(x, 0), 0), origin, self.size, 0), x.shape)
+    def permute(self, x, destinations, origins):
+        return ops.reshape(chunk(self.all_gather(ops.unsqueeze(x, 0), 0), origins[self.index], self.size, 0), x.shape)
 
-    def eager_permute(self, x, destination, origin):
-        if destination != self.index:
-            _send(x, destination, self.group)
-        return x if origin == self.index else _receive(x, origin, self.group)
+    def eager_permute(self, x, destinations, origins):
+        if destinations[self.index] != self.index:
+            _send(x, destinations[self.index], self.group)
+        return x if origins[self.index] == self.index else _receive(x, origins[self.index], self.group)
 
     def _exchange(self, parts):
         """Send `parts[i]` to rank i of the group, the nearest ranks first; returns this rank's parts, in order."""

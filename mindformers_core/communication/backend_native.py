@@ -48,8 +48,8 @@ class NativeCollective(raw.RawCollective):
             return _reordered(self.operator(_reordered(x, self.parts, to_dim)), self.places, dim)
         return chunk(self.all_gather(x, dim), self.index, self.size, to_dim)
 
-    def permute(self, x, destination, origin):
-        return ops.reshape(self.operator(ops.reshape(x, (1, -1)))[self.places[origin]], x.shape)
+    def permute(self, x, destinations, origins):
+        return ops.reshape(self.operator(ops.reshape(x, (1, -1)))[self.places[origins[self.index]]], x.shape)
 
 
 def _reordered(x, order, dim):
