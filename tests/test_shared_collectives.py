@@ -97,10 +97,12 @@ def test_parts_and_whole_tensors_go_from_rank_to_rank(groups):
     size = len(groups)
     for shape in shapes(size):
         xs = [ms.Tensor(x) for x in numbers(size, shape)]
-        found = together([lambda g=g, x=x: g.permute(x, (g.index + 1) % size) for g, x in zip(groups, xs)])
-        assert [bits_of(x).tobytes() for x in found] == [bits_of(x).tobytes() for x in (*xs[1:], xs[0])]
-    parts = [[random_tensor(ms.int64, (300, 301), size * rank + to) for to in range(size)] for rank in range(size)]
-    found = together([lambda g=g, each=each: g.exchange(each) for g, each in zip(groups, parts)])
+        give = [
+            lambda g=g, x=x: g.exchange({(g.index - 1) % size: x}, [(g.index + 1) % size]) for g, x in zip(groups, xs)
+        ]
+        assert [bits_of(x).tobytes() for (x,) in together(give)] == [bits_of(x).tobytes() for x in (*xs[1:], xs[0])]
+    parts = [{to: random_tensor(ms.int64, (300, 301), size * rank + to) for to in range(size)} for rank in range(size)]
+    found = together([lambda g=g, each=each: g.exchange(each, range(size)) for g, each in zip(groups, parts)])
     for to, (rank, part) in product(range(size), enumerate(parts)):
         np.testing.assert_array_equal(found[to][rank].asnumpy(), part[to].asnumpy())
 
