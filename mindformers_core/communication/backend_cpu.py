@@ -76,7 +76,7 @@ class CpuCollective(raw.RawCollective):
         return self._exchange({destinations[self.index]: x}, [origins[self.index]])[0]
 
     def _exchange(self, parts, origins=None):
-        """Give `parts[place]` to each place, the nearest ones first; a list of what the places `origins`, or all, give."""
+        """Give `parts[place]` to each place, the nearest first; a list of what the places `origins`, or all, give."""
         like, origins = next(iter(parts.values())), range(self.size) if origins is None else origins
         if shared := _shared(self.group, like):
             return shared.exchange(parts, origins)

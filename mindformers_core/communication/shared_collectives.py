@@ -122,8 +122,8 @@ class SharedGroup:
         for place, part in parts.items():
             if place != self.index:
                 _slot(self._half(), place * self.slot_size, part)[:] = part
-        start, mine = self.index * self.slot_size, parts.get(self.index)
-        return [mine if half is None else _slot(half, start, part) for half in self._barrier(call)]
+        start, mine = self.index * self.slot_size, parts.get(self.index, part)  # none for itself, of none from itself
+        return [mine if half is None else _slot(half, start, mine) for half in self._barrier(call)]
 
     def _add(self, parts, total, call):
         """Reduce-scatter: fill `total` with the sum of all ranks' parts for this rank; `parts` are for all."""
