@@ -75,6 +75,18 @@ def byte_unit(count):
     return max((1024**place, unit) for place, unit in enumerate(_UNITS) if place == 0 or count >= 1024**place)
 
 
+def seconds_shown(seconds):
+    """`"1.5 ms"`; `"0"` for none."""
+    scale, unit = next(((s, u) for s, u in ((1, "s"), (1e-3, "ms")) if seconds >= s), (1e-6, "us"))
+    return f"{seconds / scale:.3g} {unit}" if seconds else "0"
+
+
+def rate_shown(rate):
+    """Bytes a second, as `"25 GB/s"`."""
+    rate /= 1e9
+    return f"{rate:.0f} GB/s" if rate >= 100 else f"{rate:.3g} GB/s"
+
+
 def operations_shown(count):
     """`"1.5 GFLOP"`; `"0"` for none."""
     if not count:

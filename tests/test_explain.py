@@ -8,7 +8,7 @@ import pytest
 from captured_models import Function, small_llama
 from mindspore import Parameter, Tensor, nn, ops
 from models import EXAMPLES, axes_of
-from planned_models import planned, silent_algorithm
+from planned_models import captured, planned, silent_algorithm
 from small_cells import cell_of
 
 from mindformers_core.analysis.traffic import bytes_by_axes, collectives_of
@@ -21,6 +21,8 @@ from mindformers_core.layout import layout
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.operators import tensor_meta
 from mindformers_core.program.plan import Redistribution
+from mindformers_core.propagation.propagate import propagate
+from mindformers_core.redistribution import DeviceModel, Link
 from mindformers_core.tensor_parallel.layers import ColumnParallelLinear, RMSNorm, RowParallelLinear
 
 TP = init_device_mesh((2,), ("tp",))
@@ -201,7 +203,7 @@ def test_operators_of_one_line_come_together():
         return ops.tan(ops.exp(ops.sin(ops.cos(ops.tan(few)))))
 
     report = unsent(planned(cell_of(losses), TP, (tensor_meta((3,), "float32"),))[1])
-    shown = [line.split("  test_")[0].strip() for line in explain_plan(report).splitlines()[4:10]]
+    shown = [line.split("  test_")[0].strip() for line in explain_plan(report).splitlines()[6:12]]
     *alone, names, last = shown
     assert [line.split()[2] for line in alone] == ["Tan(x)", "Cos(%1)", "Sin(%2)", "Exp(%3)"]
     assert names == "· 4 operators: Tan, Cos, Sin, Exp" and last == "%9 = Tan(%8)"
@@ -305,3 +307,24 @@ def test_everything_is_escaped():
     text = "".join(found.text)
     assert text.count("<script>&\"'") == 2 and text.count("Odd<b>&amp;") == 3
     assert not found.open and "script" not in {tag for tag, _ in found.elements}
+
+
+def test_links_decide():
+    """Over fast links a weight in parts is gathered; over slow ones the smaller batch goes where the parts are."""
+    parts = {"norm": RMSNorm(4096), "fc": nn.Dense(4096, 64)}
+    cell, mesh = cell_of(lambda self, x: self.fc(self.norm(x)), **parts).set_train(), init_device_mesh((4,), ("dp",))
+    plan = {"fc": {"weight": {"weight": layout(None, "dp"), "bias": layout(None)}}}
+    x = tensor_meta((64, 4096), "float32")
+    call = captured(cell, mesh, (x,), plan=plan, arriving={"x": layout("dp")})
+    fast = DeviceModel("fast", 1e12, 100e-6, Link(1e-6, 1e12))
+    slow = DeviceModel("slow", 1e12, 0.0, Link(1e-6, 0.1e9))
+    sent = {}
+    for model in (fast, slow):
+        report = make_report(propagate(*call, device_model=model), algorithm_of)
+        sent[model.name] = collectives_of(report.traffic)
+        assert (
+            f"by the prices of the device model {model.name} ({model.link.bandwidth / 1e9:g} GB/s over all axes)"
+            in (" ".join(explain_plan(report).split()))
+        )
+    assert sent["fast"] == {"all_gather": (1, 0), "reduce_scatter": (0, 1), "all_reduce": (0, 2)}
+    assert sent["slow"]["all_to_all"][0] == 1 and sent["slow"].get("all_gather", (0, 0))[0] == 0

@@ -19,13 +19,13 @@ from mindformers_core.dtensor.distributed_operators import ALGORITHMS
 from mindformers_core.layout import Layout
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.operators import (
+    OperatorCall,
     TensorMeta,
     registered_operators,
     resolve,
     signature_of,
     tensor_meta,
 )
-from mindformers_core.operators.choice import OperatorCall
 from mindformers_core.operators.registry import _FACTS
 from mindformers_core.operators.resolve import alternatives
 from mindformers_core.redistribution import CPU, plan_redistribution
@@ -131,9 +131,8 @@ def test_shards_compute_what_one_card_does(call):
     tensors = tensors_of(call)
     for layouts in combinations(tensors, rng):
         metas = [meta_of(tensor, layout) for tensor, layout in zip(tensors, layouts)]
-        signature, *_ = ask(call, metas)
-        resolution = resolve(OperatorCall(call.name, signature, tuple(metas), MESH, CPU))
-        check_resolution(call, tensors, layouts, resolution, rng)
+        asked = OperatorCall(call.name, ask(call, metas)[0], tuple(metas), MESH, CPU)
+        check_resolution(call, tensors, layouts, resolve(asked), rng)
 
 
 @all_cases
@@ -282,16 +281,15 @@ def test_fused_attention_is_cut_along_batch_and_heads(layout):
     signature = signature_of("FlashAttentionScore", args)
     resolution = resolve(OperatorCall("FlashAttentionScore", signature, tuple(metas), MESH, CPU))
     assert not resolution.price.communication and [r.dims for r in resolution.inputs] == [m.layout.dims for m in metas]
-    outputs = zip(resolution.outputs, signature.outputs)
-    local_shapes = [given.local_shape(shape_of(signature, dims)) for given, dims in outputs]
+    outputs = zip(resolution.outputs, signature.output_shapes)
+    local_shapes = [given.local_shape(shape) for given, shape in outputs]
     local_args = signature.localize(args, local_shapes)
     assert local_args[10] == 2
     with ms.DeviceCtx("meta"):
         tensors = [ms.Tensor(np.zeros(meta.local_shape, np.float16)) for meta in metas]
         attention = FlashAttentionScore(local_args[10], 1.0, 0.25, input_layout=layout)
         lengths = ((6,), (8,)) if layout == "TND" else (None, None)
-        mask = tensors[3].astype(ms.uint8)
-        results = attention(*tensors[:3], None, None, None, mask, None, *lengths)
+        results = attention(*tensors[:3], None, None, None, tensors[3].astype(ms.uint8), None, *lengths)
     assert [tuple(result.shape) for result in results] == local_shapes
 
 
@@ -299,8 +297,8 @@ def test_heads_of_one_group_are_cut_only_where_the_groups_are_apart():
     """A second cut of 2 groups of 2 heads: queries go on to be cut, keys and values are in whole groups."""
     query, key = Layout.on(MESH, ((), (), ("a", "b"))), Layout.on(MESH, ((), (), ("a",)))
     metas = [tensor_meta((2, 6, 64), "float16", query), *[tensor_meta((2, 6, 32), "float16", key)] * 2]
-    signature = signature_of("FlashAttentionScore", [*metas, *[None] * 7, 4])
-    resolution = resolve(OperatorCall("FlashAttentionScore", signature, tuple(metas), MESH, CPU))
+    asked = signature_of("FlashAttentionScore", [*metas, *[None] * 7, 4]), tuple(metas)
+    resolution = resolve(OperatorCall("FlashAttentionScore", *asked, MESH, CPU))
     assert (resolution.inputs[0].dims, resolution.inputs[1].dims) == (query.dims, key.dims)
     assert resolution.outputs[3].dims == query.dims
 

@@ -5,7 +5,7 @@ A sent byte has a price in operations: without it a collective would be the chea
 
 from math import prod
 
-from mindformers_core.operators.computation import local_sizes, operations_of
+from mindformers_core.operators.computation import local_sizes, operations_of, rounds_of
 from mindformers_core.program.graph import CallNode
 from mindformers_core.program.plan import CallPlan, Redistribution
 from mindformers_core.program.structure import tree_leaves
@@ -39,6 +39,7 @@ def operations(place, algorithm=None):
     inputs = [prod(layout.local_shape(value.shape)) for value, layout in entry.consumed]
     outputs = list(map(prod, entry.local_shapes))
     own = operations_of(entry.node.operator, sizes, inputs, outputs, may_view=entry.algorithm is None)
+    own *= rounds_of(entry.signature, place.frame.mesh, entry.axes_of)
     if entry.algorithm is None:
         return own
     return own + sum(_step_operations(step, device) for step, _ in algorithm_steps(entry, algorithm))

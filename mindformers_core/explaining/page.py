@@ -38,7 +38,7 @@ def page(report, title, storage=(), kept=()):
     tree = _Tree(report.mesh)
     content = [
         _tag("h1", escape(title)),
-        _tag("p", escape(wording.about(report)), "about"),
+        _tag("p", escape(f"{wording.about(report)}. {wording.decided(report)}"), "about"),
         _tag("div", _totals(report) + _figures(report), "cards"),
         *_stored(storage),
         *_stored(kept, open=""),

@@ -111,6 +111,8 @@ class Report:
         mesh: the mesh.
         training: whether the root Cell was captured in training.
         root: the `CellReport` of the root.
+        decision: the `DeviceModel` by whose prices layouts were chosen, the `Price` of a step, and the mesh axes over
+            which declared cuts of the batch, and of weights, come before prices.
         training_bytes, evaluation_bytes: activations of a rank at the peak, see `activation_peaks`.
         undropped_bytes: the first of these if all were held; None where they are.
         cells: number of Cell calls.
@@ -123,6 +125,7 @@ class Report:
     mesh: object
     training: bool
     root: CellReport
+    decision: tuple
     training_bytes: int
     evaluation_bytes: int
     undropped_bytes: int | None
@@ -163,7 +166,8 @@ def make_report(frame, algorithm=None, activations=None, micro_steps=1, stored_t
         undropped, _ = activation_peaks(frame, algorithm, held)
     note, kinds = activations.notes.get(()), {note.kind for note in activations.notes.values()}
     how = *peaks, undropped, calls, note, kinds, micro_steps, stored_traffic or {}
-    return Report(frame.mesh, frame.graph.training, root, *how)
+    decision = frame.device_model, frame.price, *frame.kept
+    return Report(frame.mesh, frame.graph.training, root, decision, *how)
 
 
 def _cell_report(frame, algorithm, notes, known):

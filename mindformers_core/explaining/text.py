@@ -28,7 +28,8 @@ def explain_plan(report, storage=()):
     """
     lines = _cell_lines(report.root, "", report.root.path or "(root)", 0, {}, report.note)
     stored = ["", *storage] if storage else []
-    return "\n".join([wording.about(report), "", *lines, "", *_total_lines(report), *stored])
+    about = [wording.about(report), *wrap(wording.decided(report), _WIDTH)]
+    return "\n".join([*about, "", *lines, "", *_total_lines(report), *stored])
 
 
 def _cell_lines(report, path, title, depth, shown, note=None):

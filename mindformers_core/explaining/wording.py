@@ -1,7 +1,7 @@
 """The common parts of text and page: totals, steps, notes, groups of rows. Pure Python."""
 
 from mindformers_core.analysis.traffic import bytes_by_axes, collectives_of
-from mindformers_core.hints import bytes_shown
+from mindformers_core.hints import bytes_shown, rate_shown, seconds_shown
 from mindformers_core.program.plan import OperatorPlan
 from mindformers_core.redistribution.steps import COLLECTIVES
 
@@ -20,6 +20,21 @@ def about(report):
     """A line about a `Report`: of which Cell, on which mesh, in which mode."""
     mode = "training" if report.training else "evaluation"
     return f"{report.root.class_name} on the mesh {report.mesh}, captured in {mode}: {report.cells} calls of Cells"
+
+
+def decided(report):
+    """Sentences about a `Report`: by which device model layouts were chosen, and which declarations came before."""
+    model, price, batch, weights = report.decision
+    links = [("others" if model.axis_links else "all axes", model.link), *model.axis_links]
+    shown = ", ".join(f"{rate_shown(link.bandwidth)} over {axis}" for axis, link in reversed(links))
+    kept = [
+        f"{what} over {', '.join(axes)}" for what, axes in (("of the batch", batch), ("of weights", weights)) if axes
+    ]
+    text = (
+        f"Layouts are chosen by the prices of the device model {model.name} ({shown}): by them a micro-step takes "
+        f"{seconds_shown(price.communication)} of collectives and {seconds_shown(price.computation)} of computation."
+    )
+    return text + (f" Declared cuts come before prices: {' and '.join(kept)}." if kept else "")
 
 
 def period(report):

@@ -17,6 +17,12 @@ def local_sizes(signature, mesh, axes_of):
     return {factor: size // counts.get(factor, 1) for factor, size in signature.sizes.items()}
 
 
+def rounds_of(signature, mesh, axes_of):
+    """How often a rank computes with tensors of the local sizes: once for every part along factors cut jointly."""
+    joint = signature.joint_axes(axes_of).items()
+    return prod(mesh.axis_size(*axes) ** (len(group) - 1) for group, axes in joint)
+
+
 def operations_of(name, sizes, inputs, outputs, may_view=True):
     """Floating-point operations of one call of an operator.
 
@@ -39,20 +45,21 @@ def operations_of(name, sizes, inputs, outputs, may_view=True):
     return facts.operations * max(counted, default=0)
 
 
-def computation_seconds(name, signature, sizes, dtypes, device_model):
+def computation_seconds(name, signature, mesh, axes_of, dtypes, device_model):
     """Seconds of one forward call of an operator: a roofline of operations and of bytes read and written.
 
     Args:
         name, signature: the operator and its `Signature`.
-        sizes: factor -> its size on this rank.
+        mesh, axes_of: factor -> the axes of the mesh that shard it.
         dtypes: names of the dtypes of all inputs and outputs, in order.
         device_model: a `DeviceModel`.
     """
     if facts_of(name).computes_nothing:
         return 0.0
+    sizes = local_sizes(signature, mesh, axes_of)
     tensors = (*signature.inputs, *signature.outputs)
     elements = [prod([sizes[factor] for factors in dims for factor in factors]) for dims in tensors]
     count = len(signature.inputs)
     operations = operations_of(name, sizes, elements[:count], elements[count:])
     nbytes = sum(number * ITEM_BYTES[dtype] for number, dtype in zip(elements, dtypes))
-    return device_model.computation(operations, nbytes)
+    return device_model.computation(operations, nbytes) * rounds_of(signature, mesh, axes_of)

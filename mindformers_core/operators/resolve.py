@@ -1,9 +1,10 @@
 """From the layouts in which an operator's inputs arrive to those in which it computes: the cheapest. Pure Python.
 
-On each mesh axis an operator has few options: to shard a factor that some input already shards, to pass a partial sum
-through, or to replicate the computation. All combinations over the axes are priced: the redistributions that they need,
-forward and backward, the computation on one rank, and the steps of a distributed algorithm. The cheapest is chosen, and
-among equals the one that shards most. Declared cuts come before prices: see `OperatorCall.kept`.
+On each mesh axis an operator has few options: to shard a factor, or several jointly, that some input already shards or
+that the operator offers, to pass a partial sum through, or to replicate the computation. All combinations over the axes
+are priced: the redistributions that they need, forward and backward, the computation on one rank, and the steps of a
+distributed algorithm. The cheapest is chosen, and among equals the one that shards most. Declared cuts come before
+prices: see `OperatorCall.kept`.
 """
 
 from dataclasses import replace
@@ -12,7 +13,7 @@ from itertools import product
 from mindformers_core.grouping import grouped
 from mindformers_core.layout import Layout
 from mindformers_core.operators.choice import Choice, Resolution
-from mindformers_core.operators.computation import computation_seconds, local_sizes
+from mindformers_core.operators.computation import computation_seconds
 from mindformers_core.operators.registry import FLOWS, algorithm_named, facts_of
 from mindformers_core.placement import axes_in, entry_of, merged_entry, parts_of, split_entry
 from mindformers_core.redistribution import FREE, Price, redistribution_price
@@ -68,7 +69,7 @@ def _choices(call, arriving):
     for choice in product(*[_options(call.signature, call.metas, arriving, axis) for axis in names]):
         chosen = dict(zip(names, choice))
         axes_of = _ordered_cuts(arriving, call.mesh, chosen)
-        if _cuts_fit(call.signature, call.mesh, axes_of):
+        if _cuts_fit(call.signature, call.mesh, axes_of) and len(_algorithms(call.signature, axes_of)) <= 1:
             partial = [(axis, group, op) for axis, (kind, group, op) in chosen.items() if kind == "partial"]
             yield Choice(tuple(axes_of.items()), tuple((axis, tuple(sorted(group)), op) for axis, group, op in partial))
 
@@ -86,8 +87,10 @@ def _factor_axes(signature, dims, layout):
 
 def _may_stride(signature, factor):
     """Whether an operator computes the same on a strided factor: nothing in it depends on positions along the dim."""
+    if signature.run is not None or any(factor in group for group in signature.joint):
+        return False
     name = signature.distributed.get(factor)
-    return signature.run is None and (name is None or not algorithm_named(name).by_position)
+    return name is None or not algorithm_named(name).by_position
 
 
 def undivided(signature, dims, source, target):
@@ -111,9 +114,11 @@ def undivided(signature, dims, source, target):
 
 
 def _options(signature, metas, arriving, axis):
-    """The options of a call on `axis`: to shard a factor, to pass partials, to replicate, in this order."""
-    cuts = [("cut", factor, None) for cut in arriving for factor, axes in cut.items() if axis in axes]
-    options = [option for option in dict.fromkeys(cuts) if option[1] not in signature.whole]
+    """The options of a call on `axis`: to shard factors, to pass partials, to replicate, in this order."""
+    given = list(dict.fromkeys(factor for cut in arriving for factor, axes in cut.items() if axis in axes))
+    groups = [(factor,) for factor in given if factor not in signature.whole]
+    groups += [group for group in signature.joint if not set(group).isdisjoint(given)]
+    options = [("cut", group, None) for group in dict.fromkeys((*groups, *signature.offers))]
     ops = {index: dict(meta.layout.partial).get(axis) for index, meta in enumerate(metas)}
     for group in signature.linear:
         for op in ("sum", "avg"):
@@ -163,26 +168,39 @@ def _moved(call, source, target, shape, dtype, gradient):
 
 def _own_price(call, choice, trained):
     """The `Price` of the operator itself on one rank, forward, and backward where a gradient flows."""
-    sizes = local_sizes(call.signature, call.mesh, choice.axes_of)
     dtypes = (*(meta.dtype for meta in call.metas), *call.dtypes)
-    seconds = computation_seconds(call.name, call.signature, sizes, dtypes, call.device_model)
+    seconds = computation_seconds(call.name, call.signature, call.mesh, choice.axes_of, dtypes, call.device_model)
     return Price(0, 0.0, seconds * (1 + BACKWARD_WORK * trained))
 
 
 def algorithm_of(name, signature, axes_of):
     """The name of the distributed algorithm that replaces an operator, or None, and the mesh axes that it spans."""
-    cut_factors = [factor for factor in signature.distributed if axes_of.get(factor)]
-    needed = {signature.distributed[factor] for factor in cut_factors} | ({signature.run} - {None})
+    needed = _algorithms(signature, axes_of)
     if len(needed) > 1:
         raise ValueError(f"operator '{name}' asks for the algorithms {sorted(needed)}; there is one at a time")
-    axes = tuple(axis for factor in cut_factors for axis in axes_in(axes_of[factor]))
-    return (needed.pop(), axes) if needed else (None, ())
+    return next(iter(needed.items()), (None, ()))
+
+
+def _algorithms(signature, axes_of):
+    """Name of each distributed algorithm that these cuts ask for -> the mesh axes that it spans."""
+    joint = signature.joint_axes(axes_of)
+    needed = grouped((signature.joint[group], axis) for group, axes in joint.items() for axis in axes)
+    jointly = {axis for axes in joint.values() for axis in axes}
+    for factor, name in signature.distributed.items():
+        axes = [axis for axis in axes_in(axes_of.get(factor, ())) if axis not in jointly]
+        if axes:
+            needed.setdefault(name, []).extend(axes)
+    if signature.run is not None:
+        needed.setdefault(signature.run, [])
+    return {name: tuple(axes) for name, axes in needed.items()}
 
 
 def _placed(signature, metas, mesh, choice):
     """The layouts that a choice requires of the inputs, and the resulting layouts of the outputs."""
     axes_of, carried = choice.axes_of, {axis: (group, op) for axis, group, op in choice.carried}
+    joint = {axis for axes in signature.joint_axes(axes_of).values() for axis in axes}
     reduced = {axis: op for factor, op in signature.reduced.items() for axis in axes_in(axes_of.get(factor, ()))}
+    reduced = {axis: op for axis, op in reduced.items() if axis not in joint}
     active = {axis for entry in axes_of.values() for axis in entry} | set(carried) | choice.marked
     active |= {axis for meta in metas if meta.differentiable for axis in meta.layout.varying}
     inputs = []
@@ -193,7 +211,7 @@ def _placed(signature, metas, mesh, choice):
     terms = {axis: op for axis, (_, op) in carried.items()} | reduced
     kept = {factor for dims in signature.outputs for factors in dims for factor in factors} | set(signature.reduced)
     # a distributed algorithm gives every rank the whole result
-    gone = {axis for factor in set(signature.distributed) - kept for axis in axes_of.get(factor, ())}
+    gone = {axis for factor in set(signature.distributed) - kept for axis in axes_of.get(factor, ())} - joint
     outputs = tuple(_place(mesh, signature, dims, axes_of, terms, active - gone) for dims in signature.outputs)
     return tuple(inputs), outputs
 
@@ -209,9 +227,12 @@ def checked_outputs(signature, metas, mesh, axes_of):
     Raises:
         ValueError: the operator doesn't admit these layouts; names the input, its layout and the required one.
     """
+    joint = signature.joint_axes(axes_of)
+    jointly = [axis for group, axes in joint.items() for axis in axes * (len(group) - 1)]
     named = [axis for entry in axes_of.values() for axis in axes_in(entry)]
-    whole = sorted(signature.whole & {factor for factor, entry in axes_of.items() if entry})
-    if whole or len(set(named)) < len(named) or not _cuts_fit(signature, mesh, axes_of):
+    alone = {factor: [axis for axis in axes_in(entry) if axis not in jointly] for factor, entry in axes_of.items()}
+    whole = sorted(factor for factor in signature.whole if alone.get(factor))
+    if whole or len(set(named)) < len(named) - len(jointly) or not _cuts_fit(signature, mesh, axes_of):
         raise ValueError(f"it can't be cut as {axes_of}" + (f": '{whole[0]}' has to be whole" if whole else ""))
     carried = []
     for axis in mesh.axis_names:
@@ -229,9 +250,11 @@ def checked_outputs(signature, metas, mesh, axes_of):
 def _ordered_cuts(arriving, mesh, choices):
     """Factor -> axes that shard it, in the order of an input that is sharded alike, else in mesh order."""
     chosen = ((axis, *choices[axis]) for axis in mesh.axis_names)
-    axes_of = grouped((factor, axis) for axis, kind, factor, _ in chosen if kind == "cut")
-    for factor, axes in axes_of.items():
-        given = [cut[factor] for cut in arriving if set(axes) <= set(cut.get(factor, ()))]
+    cuts = [(factor, axis, group) for axis, kind, group, _ in chosen if kind == "cut" for factor in group]
+    axes_of = grouped((factor, axis) for factor, axis, _ in cuts)
+    groups = {factor: group for factor, _, group in cuts}
+    for factor, axes in axes_of.items():  # factors that are cut jointly have their axes in one order
+        given = [cut[each] for each in groups[factor] for cut in arriving if set(axes) <= set(cut.get(each, ()))]
         given = sorted(given, key=lambda entry: axes_in(entry) != entry)  # strided where all tensors are
         axes_of[factor] = entry_of(given[0] if given else axes, axes)
     return axes_of
@@ -255,6 +278,10 @@ def _cuts_fit(signature, mesh, axes_of):
 
 def _place(mesh, signature, dims, axes_of, terms, active):
     """The layout of a tensor with these factors: sharded, partial in `terms`, varying on the other active axes."""
+    for group, axes in signature.joint_axes(axes_of).items():
+        held = [factor for factor in group if any(factor in factors for factors in dims)]
+        rest = {factor: set(axes_in(axes_of[factor])).difference(axes) for factor in held[1:]}
+        axes_of = axes_of | {factor: entry_of(axes_of[factor], kept) for factor, kept in rest.items()}
     places = [
         merged_entry(mesh, [axes_of.get(factor, ()) for factor in factors], [signature.sizes[each] for each in factors])
         for factors in dims

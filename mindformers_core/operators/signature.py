@@ -10,6 +10,8 @@ import math
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 
+from mindformers_core.placement import axes_in
+
 
 class TensorMeta:
     """Global shape, dtype name and layout of a tensor, without data. Interned by `tensor_meta`, so compare by identity.
@@ -74,6 +76,10 @@ class Signature:
             sharded.
         distributed: factor -> name of the distributed algorithm that replaces the operator where the factor is
             sharded. A factor that is in neither an output nor `reduced` is whole again in the result.
+        joint: group of factors -> name of the distributed algorithm that replaces the operator where one mesh axis
+            cuts them together: every rank has a part along each, and combines its part along the first with all parts
+            along the others. A tensor that has several of them is cut along the first that it has; each output has one.
+        offers: groups of factors, each a tuple, that an axis may cut although no input is cut so: the price decides.
         run: name of a distributed algorithm that always replaces the operator.
         arguments: positional arguments of the distributed algorithm, where it doesn't call the operator, and so takes
             others, also attributes of a primitive: a `TensorMeta` in the place of every tensor.
@@ -94,6 +100,8 @@ class Signature:
     linear: tuple = ()
     added: tuple = ()
     distributed: dict = field(default_factory=dict)
+    joint: dict = field(default_factory=dict)
+    offers: tuple = ()
     run: str | None = None
     arguments: tuple | None = None
     localize: object = None
@@ -105,7 +113,17 @@ class Signature:
         taken = {factor for dims in self.inputs for factors in dims for factor in factors}
         given = {factor for dims in self.outputs for factors in dims for factor in factors}
         assert not self.made & taken, (self.made, self.inputs)
+        made = [{factor for factors in dims for factor in factors} for dims in self.outputs]
+        assert all(each.intersection(group) for each in made for group in self.joint), (self.joint, self.outputs)
         object.__setattr__(self, "whole", self.whole | (given - taken - self.made))
+
+    def joint_axes(self, axes_of):
+        """Group of `joint` -> the mesh axes that cut all its factors, where `axes_of` says which axes cut a factor."""
+        found = {}
+        for group in self.joint:
+            first, *others = (axes_in(axes_of.get(factor, ())) for factor in group)
+            found[group] = tuple(axis for axis in first if all(axis in axes for axes in others))
+        return {group: axes for group, axes in found.items() if axes}
 
     def localized(self, args, kwargs, shapes, runs_algorithm=False):
         """The arguments of the local call, positional and named: those of the global call, or in their place others.

@@ -166,7 +166,9 @@ class CellPlan:
         takes_weights: whether the generated function takes its parameters, and those of its callees, as arguments.
         compiled: `"once"` for a function that is compiled by itself (see `partition`), `"again"` where that function
             also runs again in the backward pass; else None.
-        device_model: the `DeviceModel` by which the redistributions were chosen.
+        device_model: the `DeviceModel` by whose prices the layouts were chosen.
+        price: the `Price` of a step of the called Cell, before redistributions are shared.
+        kept: the mesh axes over which declared cuts come before prices: of the batch, and of weights.
     """
 
     graph: object
@@ -180,6 +182,8 @@ class CellPlan:
     takes_weights: bool = False
     compiled: str | None = None
     device_model: object = None
+    price: object = None
+    kept: tuple = ((), ())
 
     @property
     def redistributions(self):

@@ -72,6 +72,8 @@ class _Insertion:
             lifted,
             frozenset(number for number, key in known.items() if self.decision.flows[key] == TRAINED),
             device_model=self.run.device_model,
+            price=self.decision.price,
+            kept=tuple(tuple(sorted(axes)) for axes in (self.run.batch_axes, self.run.weight_axes)),
         )
 
     def _values(self):

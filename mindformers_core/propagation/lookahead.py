@@ -1,8 +1,9 @@
 """Lookahead: choices with a higher price at one operator and a lower total price. Pure Python.
 
 The search starts from the choices of `decide_frame`, operator by operator, and tries others for every remaining
-redistribution. Backward: let the producer emit the required layout, then its producers in turn. Forward: let the
-consumer compute in another sharding. All later operators are decided again. A trial is accepted if its price is lower
+redistribution that sends anything, or that keeps a part of what every rank has computed. Backward: let the producer
+emit the required layout, then its producers in turn. Forward: let the consumer compute in another sharding; a product
+of a partial sum also in one that nothing has, since the sum can be scattered. All later operators are decided again. A trial is accepted if its price is lower
 and no rank computes more: at small sizes, where the launches of collectives cost most, replicated work would save some,
 and models would be tried with other plans than they are trained with. Finally, redistributions move above shape
 operators where that costs no more: there other consumers can share them.
@@ -12,6 +13,7 @@ The effort is limited: it grows with the square of a Cell's operators, of which 
 from dataclasses import replace
 
 from mindformers_core.grouping import grouped
+from mindformers_core.operators.registry import facts_of
 from mindformers_core.operators.resolve import alternatives
 from mindformers_core.program.structure import tree_leaves
 from mindformers_core.propagation.decide import TRAINED, CallDecision, decide_frame
@@ -30,7 +32,7 @@ def improve(run, graph, arguments, final, wanted):
         except ValueError:
             return None
 
-    left = MOST_NODES // max(1, len(graph.nodes)) if best.price.communication else 0
+    left = MOST_NODES // max(1, len(graph.nodes))
     tried, improved = set(), False
     while left > 0:
         for origin, candidate in _candidates(run, best, choices, tried):
@@ -110,14 +112,14 @@ def _candidates(run, decision, choices, tried):
         for number, value in enumerate(tree_leaves(entry.node.outputs))
     }
     consumers = grouped((pair, place) for place, used in enumerate(decision.used[:-1]) for pair in used)
-    for key, target in _moves_that_cost(run, decision):
+    for key, source, target in _moves_to_save(run, decision, producers):
         if (key, target) in tried:
             continue
         yield from (((key, target), choice) for choice in _pulled(decision, producers, key, target))
         for place in consumers.get((key, target), ()):
             if isinstance(decision.entries[place], CallDecision):
                 continue
-            for way in alternatives(decision.asked[place]):
+            for way in alternatives(decision.asked[place], _scattered(decision, place, key, source, target)):
                 if way.inputs != decision.entries[place].inputs:
                     yield (key, target), {place: way.choice}
         tried.add((key, target))
@@ -130,14 +132,35 @@ def _can_improve(run, entry, asked):
     return run.improved(entry.node.graph, asked) is not entry.decision
 
 
-def _moves_that_cost(run, decision):
-    """Pairs (key, target) of the redistributions with a cost, in the order of execution."""
+def _moves_to_save(run, decision, producers):
+    """Triples (key, source, target), in the order of execution: redistributions that send, and slices of results."""
     for key, forms in decision.forms.items():
         value, trained = decision.values[key], decision.flows[key] == TRAINED
         needed = forms.needed()
         for target, (source, _) in forms.moves.items():
-            if target in needed and run.redistribution_price(value, trained, source, target).communication:
-                yield key, target
+            if target not in needed:
+                continue
+            is_slice = key in producers and not _cut_axes(target) <= _cut_axes(source)
+            if is_slice or run.redistribution_price(value, trained, source, target).communication:
+                yield key, source, target
+
+
+def _cut_axes(layout):
+    return {axis for axes in layout.axes for axis in axes}
+
+
+def _scattered(decision, place, key, source, target):
+    """What `alternatives` takes as suggested: of a partial sum that a product gets whole, parts along each dim."""
+    entry, asked = decision.entries[place], decision.asked[place]
+    axes = tuple(axis for axis, _ in source.partial if axis not in {*dict(target.partial), *_cut_axes(target)})
+    if not axes or not callable(facts_of(asked.name).operations):
+        return []
+    keys = [decision.graph.names.get(value.id, value.id) for value, _ in entry.consumed]
+    return [
+        (dims, target.replace(dims=[*target.dims[:dim], (*own, *axes), *target.dims[dim + 1 :]], varying=()))
+        for dims in (asked.signature.inputs[number] for number, each in enumerate(keys) if each == key)
+        for dim, own in enumerate(target.dims)
+    ]
 
 
 def _pulled(decision, producers, key, target):

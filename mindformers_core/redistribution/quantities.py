@@ -1,6 +1,9 @@
 """Device models as texts with units: `{"launch": "20 us", "link": {"latency": "3 us", "bandwidth": "196 GB/s"}}`."""
 
+import os
 import re
+
+import yaml
 
 from mindformers_core.hints import nearest
 from mindformers_core.redistribution.device_model import ASCEND, CPU, GPU, DeviceModel, Link
@@ -37,8 +40,25 @@ def device_model_of(data):
         if type(level["ranks"]) is not int or level["ranks"] < 1:
             raise ValueError(f"{where}.ranks: {level['ranks']!r} is no number of consecutive ranks")
         levels.append((level["ranks"], _of_units({key: level[key] for key in _LINK}, _LINK, where)))
-    model = DeviceModel(str(data.get("name", "custom")), **values, levels=tuple(levels))
-    return model.with_links(**{axis: _of_units(link, _LINK, f"axes.{axis}") for axis, link in data.get("axes", {}).items()})
+    axes = data.get("axes", {})
+    _check_keys(axes, axes, (), "axes")
+    links = {axis: _of_units(link, _LINK, f"axes.{axis}") for axis, link in axes.items()}
+    return DeviceModel(str(data.get("name", "custom")), **values, levels=tuple(levels)).with_links(**links)
+
+
+def named_device_model(name):
+    """The `DeviceModel` of a name, `"CPU"`, `"GPU"` or `"Ascend"`, or of a YAML file, see `device_model_of`.
+
+    Raises:
+        ValueError: neither a name nor a file; a file that isn't YAML, or that `device_model_of` doesn't take.
+        TypeError: as of `device_model_of`.
+    """
+    if name in NAMED:
+        return NAMED[name]
+    if not os.path.isfile(name):
+        raise ValueError(f"{name!r} is neither a file nor one of {', '.join(NAMED)}{nearest(name, NAMED)}")
+    with open(name, encoding="utf-8") as file, errors_at(f"{name}: ", kinds=(TypeError, ValueError, yaml.YAMLError)):
+        return device_model_of(yaml.safe_load(file))
 
 
 def _of_units(value, unit, where):
@@ -56,7 +76,7 @@ def _of_units(value, unit, where):
 
 def _check_keys(data, known, needed, where):
     if not isinstance(data, dict):
-        raise TypeError(f"{where}: {data!r} is no mapping with the keys {', '.join(known)}")
+        raise TypeError(f"{where}: {data!r} is no mapping, with keys such as {', '.join(map(str, known))}")
     for key in data:
         if key not in known:
             raise ValueError(f"{where} has no key '{key}'{nearest(key, known)}: known are {', '.join(known)}")

@@ -39,11 +39,11 @@ def shard(
     code on local tensors, and runs it; `explain`, `prepare` and `programs` show the program and its file. Cells that
     need the values of tensors in Python are marked, by `cell.net.gate.eager()`: they run operator by operator.
 
-    Cells keep their identity, attributes and names. Sharded parameters are replaced by `Parameter`s of the same name
-    that hold this rank's shard (all have `.layout` and `.global_shape`), so optimizers, which are built afterwards, and
-    checkpoints see local tensors. Plain tensors passed to `cell` are this rank's shards in the declared input layouts;
-    results are `DTensor`s in PyNative, and this rank's shards inside compiled functions. Hooks on Cells see local
-    tensors where a program runs, and global tensors where a Cell runs eagerly.
+    Cells keep their identity, attributes and names. Parameters are replaced by `Parameter`s of the same name that hold
+    this rank's shard (all have `.layout` and `.global_shape`), so optimizers, built afterwards, and checkpoints see
+    local tensors. Plain tensors passed to `cell` are this rank's shards in the declared input layouts; results are
+    `DTensor`s in PyNative, and shards inside compiled functions. Hooks on Cells see local tensors where a program runs,
+    and global tensors where a Cell runs eagerly.
 
     Args:
         cell: the Cell, built the ordinary way, or under `ms.DeviceCtx("meta")`: then only this rank's shards are
@@ -54,7 +54,7 @@ def shard(
             segment, `**` any number), for Cells whose source can't be edited; `"eager": True` marks a Cell. It has
             precedence over hooks; beside it a method `shard` with other parameters than `(self, config)` is none. A
             path may end in a primitive, `{"dense1.matmul": {"input": (…, …)}}`, as by `primitive.shard(in_strategy)`.
-        seed: of the initial values of parameters built on the meta device: the same global values for any mesh.
+        seed: of initial values of parameters built on the meta device: the same global values for any mesh.
         mode: `"generated"`, or `"eager"`: operators are dispatched one by one, in PyNative only.
         inputs: arguments of one call, as a tuple, with global tensors or `TensorMeta`s (only shapes and dtypes are
             used): undeclared parameters are stored in the layouts that their operators take. Or `"full_batch"`: plain
@@ -62,18 +62,15 @@ def shard(
         check_inputs: whether ranks compare the shapes of inputs before the first computation with new shapes, and warn
             where ranks that should have different shards of the batch have equal ones, or the other way round; and
             `check_replicas` before the first call.
-
-        device_model: a `DeviceModel`, by whose prices the layouts that nobody declared are chosen. Default: that of the
-            device, `ASCEND`, `GPU` or `CPU`.
+        device_model: a `DeviceModel`, by whose prices layouts are derived. Default: that of the device.
 
     Returns: `cell` itself.
 
     Raises:
-        TypeError, ValueError: a declaration that is malformed or doesn't fit; names the Cell's path, tensor, shape and
-            layout. Later, of a call: ranks have parts of different shapes, or other initial weights.
+        TypeError, ValueError: a declaration that doesn't fit; names the Cell's path, tensor, shape and layout. Later,
+            of a call: ranks have parts of different shapes, or other initial weights.
     """
-    _check_arguments(cell, mesh, mode, inputs, device_model)
-    device_model = model_of_device(mesh) if device_model is None else device_model.on_mesh(mesh)
+    device_model = _check_arguments(cell, mesh, mode, inputs, device_model)
     takes_full_batch = isinstance(inputs, str)
     declarations = collect_declarations(cell, config, plan)
     layouts = _declared_layouts(cell, mesh, declarations)
@@ -83,17 +80,21 @@ def shard(
     _place_parameters(cell, whole | layouts, seed)
     tree = ShardedTree(cell, mesh, declarations, takes_full_batch, check_inputs, device_model)
     for path in tree.cells if mode == "eager" else eager_cells(cell, plan):
-        operators = declarations[path].operators if path in declarations else ()
-        if operators:
-            raise ValueError(
-                f"{tree.label(path)} declares layouts for its operators {', '.join(operators)}, which the eager engine "
-                'can\'t honour: use mode="generated", or declare the layouts of tensors'
-            )
+        _check_eager(tree.label(path), declarations.get(path))
         tree.mark_eager(path)
     return cell
 
 
+def _check_eager(label, declaration):
+    if declaration is not None and declaration.operators:
+        raise ValueError(
+            f"{label} declares layouts for its operators {', '.join(declaration.operators)}, which the eager engine "
+            'can\'t honour: use mode="generated", or declare the layouts of tensors'
+        )
+
+
 def _check_arguments(cell, mesh, mode, inputs, device_model):
+    """Raise what `shard` raises of its arguments; else the `DeviceModel` that layouts are chosen by."""
     if not isinstance(cell, nn.Cell):
         raise TypeError(f"shard() takes a Cell, an instance of a subclass of nn.Cell, not {cell!r}")
     if not isinstance(mesh, DeviceMesh):
@@ -109,6 +110,7 @@ def _check_arguments(cell, mesh, mode, inputs, device_model):
         raise ValueError(f"shard(inputs={inputs!r}): give the arguments of one call as a tuple, or {FULL_BATCH!r}")
     if device_model is not None and not isinstance(device_model, DeviceModel):
         raise TypeError(f"shard(device_model={device_model!r}): use CPU, GPU, ASCEND, or one made from these")
+    return model_of_device(mesh) if device_model is None else device_model.on_mesh(mesh)
 
 
 def _place_parameters(cell, layouts, seed):

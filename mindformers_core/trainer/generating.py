@@ -15,7 +15,7 @@ from mindformers_core.serving.sampling import Sampling
 from mindformers_core.tensor_parallel import shard
 from mindformers_core.trainer.checkpoints import fill, open_source, weight_parts
 from mindformers_core.trainer.pipeline_recipe import recipe_schedule
-from mindformers_core.trainer.step import stages_of
+from mindformers_core.trainer.step import shard_settings, stages_of
 from mindformers_core.trainer.training_loop import enter_world
 
 
@@ -96,8 +96,7 @@ def make_generator(recipe, mesh, rank, batch, length, count, checkpoint):
                 )
             net.add_caches(batch, length + count)
         plan = {"": {"output": layout("None", "None", "None")}} if stage == len(holders) - 1 else None
-        settings = {"seed": recipe.training.seed, "mode": recipe.context.engine, "check_inputs": False}
-        cells[stage] = shard(net, stage_mesh, sizes, plan, **settings)
+        cells[stage] = shard(net, stage_mesh, sizes, plan, check_inputs=False, **shard_settings(recipe))
     fill(checkpoint, weight_parts(recipe, cells, rank), recipe, mesh, rank)
     share_weights(cells.values())
     (place,), rows = mesh.coordinate(rank, ("dp",)), batch // mesh.axis_size("dp")

@@ -139,6 +139,8 @@ class Context:
     # steps between comparisons of the weights and moments that ranks have alike, and at the begin and end; 0: none
     check_replicas: int = bounded(100, 0, _MANY)
     check_collectives: bool | None = None  # compare every collective among ranks before it waits; default: on CPU
+    # whose prices choose the layouts: CPU, GPU, Ascend, or a YAML file, see propagation.md; default: of device_target
+    device_model: str | None = None
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Checks of a recipe for keys that exclude each other. No MindSpore is called here."""
 
 from mindformers_core.recompute.settings import check_compilable, check_gathers
+from mindformers_core.redistribution.quantities import named_device_model
 from mindformers_core.scopes import errors_at
 from mindformers_core.trainer.pipeline_recipe import check_pipeline
 from mindformers_core.trainer.recipe import accumulation_steps
@@ -26,8 +27,16 @@ def check_recipe(recipe):
         accumulation_steps(recipe, sizes.data_parallel_replicate * sizes.data_parallel_shard)
 
 
+def recipe_device_model(recipe):
+    """The `DeviceModel` of `context.device_model`, or None."""
+    name = recipe.context.device_model
+    with errors_at("context.device_model: "):
+        return None if name is None else named_device_model(name)
+
+
 def _check_available(recipe):
     sizes = recipe.parallelism
+    recipe_device_model(recipe)
     if sizes.context_parallel > 1:
         raise ValueError(
             f"parallelism.context_parallel: {sizes.context_parallel} is not available yet: it can only be 1"

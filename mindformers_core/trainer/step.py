@@ -16,6 +16,7 @@ from mindformers_core.tensor_parallel import jit, shard
 from mindformers_core.tensor_parallel.clipping import ClipByGlobalNorm
 from mindformers_core.trainer.data import micro_batch
 from mindformers_core.trainer.pipeline_recipe import layers_of_rank, micro_batches_of_a_run, recipe_schedule
+from mindformers_core.trainer.recipe_checks import recipe_device_model
 from mindformers_core.trainer.zero_recipe import zero_settings
 from mindformers_core.zero import hsdp, tie_shards, value_and_grad
 from mindformers_core.zero.loss_scale import all_finite
@@ -34,12 +35,18 @@ def build_cells(recipe, mesh, rank):
     for stage, part in layers.items():
         with ms.DeviceCtx("meta"):
             net = recipe.spec.build(recipe.model, part).set_train()
-        shard(net, mesh, recipe.parallelism, seed=recipe.training.seed, mode=recipe.context.engine)
+        shard(net, mesh, recipe.parallelism, **shard_settings(recipe))
         cells[stage] = swap(recompute(net, recipe.recompute, is_part=is_part), recipe.swap, is_part=is_part)
     for net in cells.values():
         hsdp(net, **zero)
     tie_shards(list(cells.values()), recipe.spec.tied(recipe.model))
     return cells
+
+
+def shard_settings(recipe):
+    """The keywords of `shard()` that a recipe gives."""
+    model = recipe_device_model(recipe)
+    return {"seed": recipe.training.seed, "mode": recipe.context.engine, "device_model": model}
 
 
 def stages_of(recipe, mesh, rank):

@@ -10,7 +10,7 @@ _FACTS = {"draws": True, "gradient": NO_GRADIENT, "operations": 20}
 
 
 def _drawn(run, shape, seed, offset, dtype, *bounds):
-    """The `Signature` of a draw: of the shape of the tensor `shape`, or of a shape, whose numbers each rank has whole.
+    """The `Signature` of a draw: of the shape of the tensor `shape`, or of a shape.
 
     Args:
         run: name of the distribution.
@@ -26,7 +26,8 @@ def _drawn(run, shape, seed, offset, dtype, *bounds):
         return Signature((*plain.inputs, *scalars), plain.outputs, plain.sizes, run=run, arguments=arguments)
     sizes = {f"d{dim}": size for dim, size in enumerate(shape)}
     names = tuple((name,) for name in sizes)
-    return Signature(scalars, (names,), sizes, run=run, arguments=(None, seed, offset, dtype, *bounds))
+    made = frozenset(() if run == "permutation" else sizes)
+    return Signature(scalars, (names,), sizes, run=run, arguments=(None, seed, offset, dtype, *bounds), made=made)
 
 
 def _fraction(run, shape, seed, offset, dtype=None, device=None):
