@@ -185,7 +185,7 @@ def signature_of(name, args, kwargs=None, shapes=()):
         )
     try:
         found = rule(*args, **spelled(kwargs or {}, _parameters(rule)))
-        undeclared = {*found.distributed.values(), *found.joint.values(), found.run}.difference(facts_of(name).algorithms, [None])
+        undeclared = found.algorithms.difference(facts_of(name).algorithms)
         if undeclared:
             raise ValueError(f"its rule asks for {sorted(undeclared)}, which register_operator's algorithms don't name")
         return found
