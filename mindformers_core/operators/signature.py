@@ -117,6 +117,11 @@ class Signature:
         assert all(each.intersection(group) for each in made for group in self.joint), (self.joint, self.outputs)
         object.__setattr__(self, "whole", self.whole | (given - taken - self.made))
 
+    @property
+    def algorithms(self):
+        """The names of all distributed algorithms that it may ask for."""
+        return {*self.distributed.values(), *self.joint.values(), self.run} - {None}
+
     def joint_axes(self, axes_of):
         """Group of `joint` -> the mesh axes that cut all its factors, where `axes_of` says which axes cut a factor."""
         found = {}

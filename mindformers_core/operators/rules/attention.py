@@ -119,7 +119,7 @@ def key_length(args):
     return args[1].shape[layout.index("T" if layout == "TND" else "S")]
 
 
-@register_operator("FlashAttentionScore", operations=_operations)
+@register_operator("FlashAttentionScore", operations=_operations, algorithms=("attention_dropout",))
 def flash_attention(*args):
     """Softmax's maxima and sums, an unused output, and the attention. Dropped scores are those of one card."""
     found = _attention(args, 10, 16, (3, 4, 6), (7, 8, 9), before=("eight", "eight", "none"))

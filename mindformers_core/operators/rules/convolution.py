@@ -161,7 +161,12 @@ for _names, _ndim, _given, _is_transposed, _source, _saves in _CONVOLUTIONS:
     _own = ["group" if name == "groups" else name for name in _given if name not in ("x", "weight", "input_size")]
     _facts = {"attributes": tuple(_own), "source": _source} if _source else {}
     _facts |= {"saves": _saves, "operations": lambda sizes: 2 * prod(sizes[name] for name in sizes if name[0] != "i")}
-    register_operator(*_names.split(), **_facts)(partial(_convolution, _ndim, _given, _is_transposed))
+    _rule = partial(_convolution, _ndim, _given, _is_transposed)
+    register_operator(*_names.split(), algorithms=("halo",), **_facts)(_rule)
+
+
+def _pooling_algorithm(is_largest, results):
+    return "halo" if not is_largest else "halo_of_largest" if results == 1 else "halo_with_index"
 
 
 def _pooled(ndim, known, is_largest, results, *args, **named):
@@ -181,7 +186,7 @@ def _pooled(ndim, known, is_largest, results, *args, **named):
     unpadded = {"padding": 0} | ({"ceil_mode": False} if given.get("ceil_mode") else {})
     if str(mode).lower() in ("1", "same"):
         unpadded["pad_mode"] = 2 if isinstance(mode, int) else "valid"
-    algorithm = "halo" if not is_largest else "halo_of_largest" if results == 1 else "halo_with_index"
+    algorithm = _pooling_algorithm(is_largest, results)
     names, outputs = (*batch, ("c",), *windows.long), ((*batch, ("c",), *windows.short),) * results
     more = {"linear": () if is_largest else ({0},)}
     localize = lambda values, shape, changed: again(values, changed)  # noqa: E731
@@ -212,4 +217,5 @@ for _name, _ndim, _given, _is_largest, _results, _own in _POOLS:
     _given |= {name: value for name, value in _FORMAT.get(_ndim, {}).items() if name in _given}
     _facts = {"attributes": tuple(_own.split()), "source": "" if _name == "AvgPool" else "(x)"} if _own else {}
     _saves = _KEPT[_results] if _is_largest or _name == "AvgPool" else NOTHING if _own else UNMEASURED
-    register_operator(_name, saves=_saves, **_facts)(partial(_pooled, _ndim, _given, _is_largest, _results))
+    _facts |= {"saves": _saves, "algorithms": (_pooling_algorithm(_is_largest, _results),)}
+    register_operator(_name, **_facts)(partial(_pooled, _ndim, _given, _is_largest, _results))

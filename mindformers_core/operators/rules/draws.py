@@ -35,22 +35,22 @@ def _fraction(run, shape, seed, offset, dtype=None, device=None):
     return _drawn(run, shape, seed, offset, like if dtype is None else dtype)
 
 
-register_operator("RandExt", "RandLikeExt", **_FACTS)(partial(_fraction, "uniform"))
-register_operator("Randn", "RandnLike", **_FACTS)(partial(_fraction, "normal"))
+register_operator("RandExt", "RandLikeExt", algorithms=("uniform",), **_FACTS)(partial(_fraction, "uniform"))
+register_operator("Randn", "RandnLike", algorithms=("normal",), **_FACTS)(partial(_fraction, "normal"))
 
 
-@register_operator("RandInt", **_FACTS)
+@register_operator("RandInt", algorithms=("integers",), **_FACTS)
 def _integers(low, high, shape, seed, offset, dtype=None, device=None):
     if not 0 < high - low <= 2**31:
         raise ValueError(f"integers from {low} to below {high} can't be drawn: 1 to 2**31 of them can")
     return _drawn("integers", shape, seed, offset, "int64" if dtype is None else dtype, low, high)
 
 
-@register_operator("RandIntLike", **_FACTS)
+@register_operator("RandIntLike", algorithms=("integers",), **_FACTS)
 def _integers_like(x, low, high, seed, offset, dtype=None, device=None):
     return _integers(low, high, x, seed, offset, x.dtype if dtype is None else dtype)
 
 
-@register_operator("RandpermExt", **_FACTS)
+@register_operator("RandpermExt", algorithms=("permutation",), **_FACTS)
 def _permutation(n, seed, offset, dtype="int64"):
     return _drawn("permutation", (n,), seed, offset, dtype)

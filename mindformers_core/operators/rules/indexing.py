@@ -41,9 +41,12 @@ def _summed(factors, algorithm):
     return {"reduced": dict.fromkeys(factors, "sum"), "distributed": dict.fromkeys(factors, algorithm)}
 
 
-@register_operator("SparseGatherV2", reads_a_part=True)
-@register_operator("DeprecatedGather", saves=INDICES, reads_a_part=True, source=".gather")
-@register_operator("Gather", saves=INDICES, reads_a_part=True)
+_LOOKUP = {"saves": INDICES, "reads_a_part": True, "algorithms": ("gather",)}
+
+
+@register_operator("SparseGatherV2", reads_a_part=True, algorithms=("gather",))
+@register_operator("DeprecatedGather", source=".gather", **_LOOKUP)
+@register_operator("Gather", **_LOOKUP)
 def gather(params, input_indices, axis, batch_dims=0):
     """`params` at `input_indices` along `axis`."""
     return _lookup(params, input_indices, axis, batch_dims)
@@ -54,7 +57,7 @@ def positional(*arguments):
     return lambda args, shapes: arguments
 
 
-@register_operator("IndexSelect", "DeprecatedIndexSelect", saves=INDICES, reads_a_part=True, source=".index_select")
+@register_operator("IndexSelect", "DeprecatedIndexSelect", source=".index_select", **_LOOKUP)
 def index_select(x, dim, index):
     """`x` at the positions of a 1-D `index` along `dim`."""
     if index.ndim != 1:
@@ -70,7 +73,7 @@ def take(x, indices, axis=None, mode="clip"):
     return _lookup(x, indices, axis, algorithm=None)
 
 
-@register_operator("GatherD", saves=INPUTS, reads_a_part=True)
+@register_operator("GatherD", saves=INPUTS, reads_a_part=True, algorithms=("gather_elements",))
 def gather_elements(x, dim, index):
     """`out[i][j] = x[i][index[i][j]]` for `dim` 1: the other dims go together where they have the same size."""
     place = as_dim(dim, x.ndim)
@@ -99,7 +102,7 @@ def elements(x, place, index):
     return tuple(found), sizes, whole
 
 
-@register_operator("GatherNd", saves=INDICES, reads_a_part=True)
+@register_operator("GatherNd", saves=INDICES, reads_a_part=True, algorithms=("gather_nd",))
 def gather_nd(x, indices):
     """`x` at coordinates, of which the last dim of `indices` holds as many as there are."""
     depth = indices.shape[-1] if indices.ndim else 0
@@ -112,7 +115,7 @@ def gather_nd(x, indices):
     return Signature((names, found), ((*found[:-1], *names[depth:]),), sizes, linear=({0},), **more)
 
 
-@register_operator("Embedding", reads_a_part=True)
+@register_operator("Embedding", reads_a_part=True, algorithms=("embedding",))
 def embedding(indices, weight, padding_idx=None, max_norm=None, norm_type=2.0, scale_grad_by_freq=False):
     """Rows of `weight` by number. With a padding row, whose gradient is left out, the vocabulary is whole."""
     if max_norm is not None or scale_grad_by_freq:
@@ -137,7 +140,7 @@ def one_hot(indices, depth, on_value=1, off_value=0, axis=-1):
     return Signature((names, *values), (output,), sizes)
 
 
-@register_operator("TopK", saves=SECOND_RESULT)
+@register_operator("TopK", saves=SECOND_RESULT, algorithms=("top_k",))
 def top_k(x, k, dim=-1, localize=None):
     """The `k` largest along `dim`, and their positions: those of all parts are compared where it is cut."""
     place = as_dim(dim, x.ndim)
@@ -147,7 +150,7 @@ def top_k(x, k, dim=-1, localize=None):
     return _taken(x, place, k, True, localize=localize, **more)
 
 
-@register_operator("TopkExt", saves=SECOND_RESULT, source=".topk")
+@register_operator("TopkExt", saves=SECOND_RESULT, source=".topk", algorithms=("top_k",))
 def top_k_method(x, k, dim=-1, largest=True, sorted=True):
     """`x.topk(k, dim)`, whose arguments may come by name."""
     return top_k(x, k, dim, positional(x, k, dim, largest, sorted))
@@ -183,8 +186,8 @@ def arg_sort(x, dim=-1, descending=False, stable=False):
     return unary(x, whole=(as_dim(dim, x.ndim),))
 
 
-@register_operator("CumSum", saves=NOTHING)
-@register_operator("CumsumExt", "DeprecatedCumsum", saves=NOTHING, source=".cumsum")
+@register_operator("CumSum", saves=NOTHING, algorithms=("cumsum",))
+@register_operator("CumsumExt", "DeprecatedCumsum", saves=NOTHING, source=".cumsum", algorithms=("cumsum",))
 def cumulative_sum(x, *args, **named):
     """Sums of all elements up to each along a dim."""
     plain = dict(zip(("dim", "dtype"), args)) | spelled(named, ("dim", "dtype"))
@@ -194,7 +197,7 @@ def cumulative_sum(x, *args, **named):
     return _scan("cumsum", x, plain.get("dim"), linear=({0},) if passes else (), localize=order)
 
 
-@register_operator("CumProd", source="mindformers_core.dtensor.corrected.cumulative_product")
+@register_operator("CumProd", algorithms=("cumprod",))
 def cumulative_product(x, dim, *_):
     """Products of all elements up to each along `dim`."""
     return _scan("cumprod", x, dim)
@@ -202,7 +205,7 @@ def cumulative_product(x, dim, *_):
 
 @register_operator(
     "CumulativeLogsumexp", operations=4, numbers=(1,), attributes=("exclusive", "reverse"),
-    source="mindformers_core.dtensor.corrected.log_cumulative_sum",
+    algorithms=("logcumsumexp",),
 )  # fmt: skip
 def cumulative_log_sum(x, dim, exclusive=False, reverse=False):
     """Logarithms of sums of exponentials of all elements up to each along `dim`; the rarer kinds need it whole."""
@@ -215,8 +218,8 @@ def _scan(algorithm, x, dim, outputs=1, **more):
 
 
 # the extreme of all elements up to each along a dim, and its position
-register_operator("Cummax")(lambda x, dim: _scan("cummax", x, dim, 2))
-register_operator("Cummin", "CumminExt")(lambda x, dim: _scan("cummin", x, dim, 2))
+register_operator("Cummax", algorithms=("cummax",))(lambda x, dim: _scan("cummax", x, dim, 2))
+register_operator("Cummin", "CumminExt", algorithms=("cummin",))(lambda x, dim: _scan("cummin", x, dim, 2))
 
 
 @register_operator("ReverseSequence", attributes=("seq_dim", "batch_dim"))

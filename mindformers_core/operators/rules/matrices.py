@@ -103,19 +103,20 @@ def _band(x, low, high):
     return unary(x, linear=({0},), distributed=cut, arguments=(x, low, high))
 
 
-register_operator("Triu", saves=NOTHING)(lambda x, diagonal=0: _band(x, diagonal, None))
+_BAND = {"saves": NOTHING, "algorithms": ("band",)}
+register_operator("Triu", **_BAND)(lambda x, diagonal=0: _band(x, diagonal, None))
 for _name, _facts in (("Tril", {"attributes": ("diagonal",)}), ("TrilExt", {"source": ".tril"})):
-    register_operator(_name, saves=NOTHING, **_facts)(lambda x, diagonal=0: _band(x, None, diagonal))
+    register_operator(_name, **_BAND, **_facts)(lambda x, diagonal=0: _band(x, None, diagonal))
 
 
-@register_operator("MatrixBandPart")
+@register_operator("MatrixBandPart", algorithms=("band",))
 def band_part(x, lower, upper):
     """So many diagonals below and above the main one; a negative number is all."""
     lower, upper = integers((lower, upper), "a band")
     return _band(x, None if lower < 0 else -lower, None if upper < 0 else upper)
 
 
-@register_operator("Trace", "TraceExt", "TraceV2")
+@register_operator("Trace", "TraceExt", "TraceV2", algorithms=("trace",))
 def trace(x, offset=0, axis1=0, axis2=1, dtype=None):
     """The sum of a diagonal: parts of rows or columns hold terms of it."""
     dims = as_dims((axis1, axis2), x.ndim)

@@ -48,7 +48,7 @@ def rms_norm(x, gamma, epsilon=1e-6):
     return _normalised(x, x.ndim - gamma.ndim, (gamma,), 1)
 
 
-@register_operator("GroupNorm", saves=SavedByOperator("all", outputs=(1, 2)), operations=7)
+@register_operator("GroupNorm", saves=SavedByOperator("all", outputs=(1, 2)), operations=7, algorithms=("group_norm",))
 def group_norm(x, num_groups, weight=None, bias=None, eps=1e-5):
     """Every group of channels normalised: the result, mean and reciprocal standard deviation. Groups are parallel."""
     given = tensors_in((weight, bias))
@@ -84,7 +84,7 @@ def _softmax(algorithm, *args, **named):
 
 
 _OPERATIONS = {"operations": 5}  # maximum, subtract, exp, sum, divide
-_SOURCE = "mindformers_core.dtensor.corrected.softmax"
-register_operator("Softmax", saves=RESULT, source=_SOURCE, **_OPERATIONS)(partial(_softmax, "softmax"))
-for _name, _saves in (("LogSoftmax", RESULT), ("LogSoftmaxExt", UNMEASURED)):
-    register_operator(_name, saves=_saves, **_OPERATIONS)(partial(_softmax, "log_softmax"))
+for _name, _saves, _asks in (
+    ("Softmax", RESULT, "softmax"), ("LogSoftmax", RESULT, "log_softmax"), ("LogSoftmaxExt", UNMEASURED, "log_softmax")
+):  # fmt: skip
+    register_operator(_name, saves=_saves, algorithms=(_asks,), **_OPERATIONS)(partial(_softmax, _asks))

@@ -75,6 +75,10 @@ _OPERATORS = (
 )
 _ONE_DIM = "argmax argmin max_with_index min_with_index max_dim min_dim max_pair min_pair max_first min_first median"
 _SPREADS = ("var", "std", "var_mean", "std_mean")
+_ALGORITHMS = {  # of operations whose algorithms aren't named like them
+    **dict.fromkeys(("sum", "terms", "median", "median_of_all"), ""), "norm": "norm norm_max norm_min",
+    **{f"extreme_{op}": f"{op} {op}_pair {op}_first" for op in ("max", "min")},
+}  # fmt: skip
 
 
 def _reduce(operation, outputs, known, x, *args, **named):
@@ -141,7 +145,8 @@ for _names, _operations, _outputs, _text, _saves, _facts in _OPERATORS:
     for _name, _operation in zip(_names.split(), _operations.split()):
         _source = _facts.get("source", "").format(_operation)
         _rule = partial(_reduce, _operation, _outputs, parameters(_text))
-        register_operator(_name, saves=_saves, **_facts | {"source": _source})(_rule)
+        _asks = tuple(_ALGORITHMS.get(_operation, _operation).split())
+        register_operator(_name, saves=_saves, algorithms=_asks, **_facts | {"source": _source})(_rule)
 
 
 @register_operator("Quantile", attributes=("dim", "keep_dims"))
