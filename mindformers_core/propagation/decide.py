@@ -108,6 +108,7 @@ class _OpenCall:
         self.label = graph.label
         self.decision = Decision(graph)
         self.free = set()
+        self.work = 0  # of the operators so far
 
     def decide(self, arguments, final, wanted):
         """See `decide_frame`."""
@@ -162,34 +163,44 @@ class _OpenCall:
 
     def operate(self, node, place):
         """Decide an operator."""
-        values = tree_leaves((node.args, node.kwargs))
+        values, made = self.run.tensors(node)
         keys = [self.key(value) for value in values]
-        try:
-            signature = self.run.signature(node)
-            metas = tuple(map(self.meta, values))
-            declared = self.declared(node, signature, metas)
-            if facts_of(node.operator).writes:
-                metas = metas[0], *(tensor_meta(meta.shape, meta.dtype, meta.layout, True) for meta in metas[1:])
-                if keys[0] not in self.free:
-                    declared = (metas[0].layout, *(None,) * (len(metas) - 1)), None
-            free = frozenset(place for place, key in enumerate(keys) if key in self.free)
-            asked = OperatorCall(signature, metas, self.run.mesh, self.run.device_model, *declared, free)
-            plan = operator_plan(node, signature, self.run.resolve(node, asked, self.choices.get(place)))
-        except _LOCATED as error:
-            raise type(error)(self.located(node, str(error))) from error
-        for key, layout, dims in zip(keys, plan.inputs, signature.inputs):
-            why = undivided(signature, dims, self.decision.current[key], layout)
-            self.take(key, layout, f"{node.operator}: {why}" if why else node.operator)
+        metas = tuple(map(self.meta, values, keys))
+        free, choice = frozenset(place for place, key in enumerate(keys) if key in self.free), self.choices.get(place)
+        asked, plan, reasons, work = self.run.operator(
+            (id(node), metas, free), choice, lambda: self.planned(node, metas, free, choice)
+        )
+        for key, layout, reason in zip(keys, plan.inputs, reasons):
+            self.take(key, layout, reason)
         flow = operator_flow(node, [self.decision.flows[key] for key in keys])
-        made = tree_leaves(node.outputs)
         for value, layout in zip(made, plan.outputs, strict=True):
             self.enter(value.id, value, layout, gradient_flow(value, flow))
-        plan = replace(plan, outputs=tuple(self.decision.current[value.id] for value in made))  # as entered
-        self.decision.entries.append(plan)
+        outputs = tuple(self.decision.current[value.id] for value in made)  # as entered
+        self.decision.entries.append(plan if outputs == plan.outputs else replace(plan, outputs=outputs))
         self.decision.asked.append(asked)
+        self.work += work
         name = f"of operator '{node.attribute}' ({node.operator}) in {self.label}"
         wanted = [(value, layout) for value, layout in zip(made, asked.outputs or ()) if layout is not None]
         self.cross([(value, layout, f"output {made.index(value)} {name}") for value, layout in wanted], ())
+
+    def planned(self, node, metas, free, choice):
+        """An operator's `OperatorCall` and `OperatorPlan`, why its inputs have their layouts, and its work."""
+        try:
+            signature = self.run.signature(node)
+            declared = self.declared(node, signature, metas)
+            given = metas
+            if facts_of(node.operator).writes:
+                given = metas[0], *(tensor_meta(meta.shape, meta.dtype, meta.layout, True) for meta in metas[1:])
+                if 0 not in free:
+                    declared = (metas[0].layout, *(None,) * (len(metas) - 1)), None
+            asked = OperatorCall(signature, given, self.run.mesh, self.run.device_model, *declared, free)
+            plan = operator_plan(node, signature, self.run.resolve(asked, choice))
+        except _LOCATED as error:
+            raise type(error)(self.located(node, str(error))) from error
+        ways = zip(signature.inputs, metas, plan.inputs)
+        whys = [undivided(signature, dims, meta.layout, layout) for dims, meta, layout in ways]
+        reasons = [f"{node.operator}: {why}" if why else node.operator for why in whys]
+        return asked, plan, reasons, work_of(plan, self.run.mesh)
 
     def located(self, node, text):
         """An error's text, extended by the Cell, the operator and the source line."""
@@ -207,9 +218,8 @@ class _OpenCall:
         where = f"{self.label}, operator '{node.attribute}' ({node.operator})"
         return declared_layouts(operator, signature, metas, self.run.mesh, where)
 
-    def meta(self, value):
+    def meta(self, value, key):
         """The `TensorMeta` of a Value as operators receive the tensor."""
-        key = self.key(value)
         constant = self.decision.flows[key] == NOTHING
         return tensor_meta(value.shape, value.dtype, self.decision.current[key], constant)
 
@@ -285,15 +295,14 @@ class _OpenCall:
         """Choose the cheapest source of every required layout, and add up costs; callers share the keys `outside`."""
         decision, model = self.decision, self.run.device_model
         for key, forms in decision.forms.items():
+            if not forms.moves:
+                continue
             value, trained = decision.values[key], decision.flows[key] == TRAINED
             forms.route(lambda *way, v=value, t=trained: move_cost(*way, v.shape, v.dtype, t, model))
             cost = NOTHING_PAID if key in self.free else forms_cost(forms, value, trained, model)
             decision.cost += cost
             decision.inside += cost if key not in outside else NOTHING_PAID
-        for entry in decision.entries:
-            if isinstance(entry, CallDecision):
-                below = NOTHING_PAID if entry.decision is None else entry.decision.inside
-            else:
-                below = Cost(0, 0.0, work_of(entry, self.run.mesh))
+        calls = [entry.decision for entry in decision.entries if isinstance(entry, CallDecision)]
+        for below in (Cost(0, 0.0, self.work), *(call.inside for call in calls if call is not None)):
             decision.cost += below
             decision.inside += below

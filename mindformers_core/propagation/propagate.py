@@ -105,7 +105,7 @@ class Propagation:
         self._declarations = declarations
         self._below = _by_ancestor(declarations)
         self._decisions, self._improved, self._plans = {}, {}, {}
-        self._signatures, self._resolutions = {}, {}
+        self._signatures, self._tensors, self._operators = {}, {}, {}
 
     def declaration(self, path):
         """The `Declaration` of a Cell, or None."""
@@ -160,16 +160,23 @@ class Propagation:
         """The `Signature` of an operator."""
         return _once(self._signatures, id(node), lambda: operator_signature(node))
 
-    def resolve(self, node, asked, choice):
+    def tensors(self, node):
+        """The Values that an operator takes, and those that it makes."""
+        return _once(
+            self._tensors, id(node), lambda: (tree_leaves((node.args, node.kwargs)), tree_leaves(node.outputs))
+        )
+
+    def operator(self, call, choice, make):
+        """What `make()` gives for an operator's call with a choice, shared by equal ones."""
+        return _once(self._operators, (*call, id(choice)), lambda: (make(), choice))[0]  # holds what has the id
+
+    def resolve(self, asked, choice):
         """The `Resolution` of an `OperatorCall`: `choice` repeated, or else the cheapest."""
         again = None if choice is None else repeated(asked, choice)
         if again is not None:
             return again
         given = asked.inputs, asked.outputs, asked.free
-        signature, metas, mesh, model = asked.signature, asked.metas, self.mesh, self.device_model
-        return _once(
-            self._resolutions, (id(node), metas, *given), lambda: resolve(signature, metas, mesh, model, *given)
-        )
+        return resolve(asked.signature, asked.metas, self.mesh, self.device_model, *given)
 
     def place(self, decision, passed, lifted):
         """The `CellPlan` of a call, shared by identical calls; see `insert_redistributions`."""
