@@ -110,7 +110,7 @@ class OperatorPlan(_NodePlan):
     def local_call(self):
         """The arguments of a rank's call, `(args, kwargs)`: those of the node, or those that its signature gives."""
         args, kwargs, algorithm = self.node.args, self.node.kwargs, self.algorithm
-        call = self.signature.localized(args, kwargs, self.local_shapes, algorithm is not None)
+        call = self.signature.local.localized(args, kwargs, self.local_shapes, algorithm is not None)
         is_same = algorithm is None and (*call[0], *call[1].values()) == (*args, *kwargs.values())
         return (args, kwargs) if is_same else call
 

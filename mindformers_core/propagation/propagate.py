@@ -187,7 +187,8 @@ class Propagation:
         again = None if choice is None else resolved(asked, choice)
         if again is not None:
             return again
-        key = id(node), asked.metas, asked.inputs, asked.outputs, asked.free, asked.trained, asked.kept
+        call = id(node) if asked.signature.algorithms else (asked.name, asked.signature, asked.dtypes)
+        key = call, asked.metas, asked.inputs, asked.outputs, asked.free, asked.trained, asked.kept
         return _once(self._resolutions, key, lambda: resolve(asked))
 
     def place(self, decision, passed, lifted):
