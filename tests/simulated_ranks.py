@@ -6,6 +6,7 @@ Written from the definitions of the placements, and from the design's table of f
 import numpy as np
 
 from mindformers_core.redistribution.arrays import exchange, reduce_arrays
+from mindformers_core.redistribution.steps import ring
 
 
 def distribute(value, layout, rng):
@@ -91,8 +92,9 @@ def forward(step, ranks, x):
         "all_to_all": (dim, step.to_dim),
         "all_reduce": (step.op,),
         "reduce_scatter": (dim, step.op),
-        "permute": (_destinations(step, ranks),) if kind == "permute" else (),
     }
+    if kind in ("permute", "shift"):
+        return exchange("permute", x, *_places(step, ranks))
     if kind.removesuffix("_varying") in sent:
         return exchange(kind.removesuffix("_varying"), x, *sent[kind.removesuffix("_varying")])
     if kind in ("mark_varying", "unmark_varying"):
@@ -113,14 +115,13 @@ def backward(step, ranks, g, x):
     if kind == "slice_varying":
         return _pad(g, dim)
     if kind in ("all_gather", "pad"):
-        return [np.split(g[index], n, dim)[index] for index in range(n)]
+        return [np.split(part, n, dim)[index] for index, part in enumerate(g)]
     if kind == "all_gather_varying":
         return np.split(sum(g), n, dim)
     if kind == "all_to_all":
         return exchange("all_to_all", g, step.to_dim, dim)
-    if kind == "permute":
-        places = _destinations(step, ranks)
-        return [g[places[index]] for index in range(n)]
+    if kind in ("permute", "shift"):
+        return [g[place] for place in _places(step, ranks)[0]]
     if kind in ("all_reduce", "reduce_scatter"):
         whole = g if kind == "all_reduce" else [np.concatenate(g, dim)] * n
         return _reduced_gradient(whole, x, op)
@@ -150,10 +151,12 @@ def _pad(x, dim):
     return [np.concatenate([*zeros[:index], x[index], *zeros[index + 1 :]], dim) for index in range(len(x))]
 
 
-def _destinations(step, ranks):
-    """For every member of the group the place in it of the rank that shall hold the same slice."""
-    wanted = [step.target.local_slices(step.shape, rank) for rank in ranks]
-    return [wanted.index(step.source.local_slices(step.shape, rank)) for rank in ranks]
+def _places(step, ranks):
+    """For every member of the group the place in it that its tensor goes to, and the place that one comes from."""
+    if step.kind == "shift":
+        return ring(len(ranks), step.distance)
+    held, wanted = ([layout.local_slices(step.shape, rank) for rank in ranks] for layout in (step.source, step.target))
+    return [wanted.index(slices) for slices in held], [held.index(slices) for slices in wanted]
 
 
 def distribute_gradient(weights, local, layout, rng):

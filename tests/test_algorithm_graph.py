@@ -23,7 +23,7 @@ from algorithm_calls import (
 from mindspore import Tensor, mint, ops
 from simulated_ranks import collect, distribute, run_forward
 
-from mindformers_core.capture.algorithm_graph import algorithm_graph
+from mindformers_core.capture.algorithm_graph import algorithm_graph, redistribution_steps
 from mindformers_core.capture.capture import capture
 from mindformers_core.dtensor.corrected import padded
 from mindformers_core.dtensor.distributed_operators import ALGORITHMS
@@ -33,7 +33,6 @@ from mindformers_core.operators.registry import facts_of
 from mindformers_core.program.plan import OperatorPlan
 from mindformers_core.program.structure import Value, tree_leaves, tree_map
 from mindformers_core.propagation.propagate import propagate
-from mindformers_core.redistribution import CPU, plan_redistribution
 
 sys.path.append(str(Path(__file__).parent / "ranks"))
 from direct_calls import Operator  # noqa: E402, its folder is on the path only now
@@ -128,8 +127,8 @@ def run_ranks(plan, inputs, state=None):
     for rank, graph in graphs.items():
         known[rank].update((constant.value.id, Tensor(constant.array)) for constant in graph.constants)
     for nodes in zip(*(graph.nodes for graph in graphs.values()), strict=True):
-        if nodes[0].operator == "Redistribute":
-            redistribute(nodes[0], known)
+        if nodes[0].operator in ("Redistribute", "Shift"):
+            redistribute(plan, nodes[0], known)
         elif nodes[0].operator == "RandomState":
             for values in known.values():
                 values.update((value.id, number) for value, number in zip(tree_leaves(nodes[0].outputs), state))
@@ -150,11 +149,11 @@ def check_parts(local, given, expected, wrong):
         np.testing.assert_allclose(part, expected[given.local_slices(expected.shape, rank)], 1e-5, 1e-5, err_msg=wrong)
 
 
-def redistribute(node, known):
-    """Run a `Redistribute` for all ranks."""
-    value, source, target, _ = node.args
+def redistribute(plan, node, known):
+    """Run a redistribution, or a shift, for all ranks."""
+    value = node.args[0]
     local = {rank: values[value.id].asnumpy() for rank, values in known.items()}
-    for step in plan_redistribution(source, target, source.global_shape(value.shape), value.dtype, CPU).steps:
+    for step in redistribution_steps(plan, node):
         local = run_forward(step, local)
     for rank, values in known.items():
         values[node.outputs.id] = Tensor(local[rank].astype(values[value.id].asnumpy().dtype))

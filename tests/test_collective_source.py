@@ -9,7 +9,7 @@ from mindformers_core.generation.module_source import collective_name, collectiv
 from mindformers_core.layout import Layout
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.redistribution import CPU, plan_redistribution
-from mindformers_core.redistribution.steps import STEP_KINDS, Step
+from mindformers_core.redistribution.steps import STEP_KINDS, Step, shift_step
 
 pytestmark = pytest.mark.usefixtures("rank_0_of_4")
 MESH = init_device_mesh((2, 2), ("dp", "tp"))
@@ -48,6 +48,7 @@ EXAMPLES = {
         source=Layout.on(MESH, (("dp", "tp"), ())),
         target=Layout.on(MESH, (("tp", "dp"), ())),
     ),
+    "shift_tp_by_minus_1": shift_step(MESH, ("tp",), -1, (4, 8), "float32"),
 }
 
 

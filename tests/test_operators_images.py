@@ -185,12 +185,14 @@ def test_what_is_gathered(name):
 
 
 def test_a_cut_height_sends_its_halo_only():
-    """Two rows of 512 bytes go to the other rank, of an image of 64 rows, whatever the number of rows; one back."""
+    """A row of 512 bytes goes to each neighbour, of an image of 64 rows, whatever the numbers of rows and ranks."""
     x, weight = f(4, 4, 64, 8), f(6, 4, 3, 3)
-    with rank_of(2, 0):
-        net = shard(cell_for(lambda x, w: same(x, w)), LINE, plan=cut([x, weight], 0, 2))
-        told = explain(net, Tensor(x[:, :, :32].copy()), Tensor(weight))
-    assert "all_gather dim 2 over tp, 1.0 KiB" in told and "sends 1.0 KiB forward" in told
+    for ranks in (2, 8):
+        with rank_of(ranks, 0):
+            net = shard(cell_for(lambda x, w: same(x, w)), DeviceMesh((ranks,), ("tp",)), plan=cut([x, weight], 0, 2))
+            told = explain(net, Tensor(x[:, :, : 64 // ranks].copy()), Tensor(weight))
+        assert all(f"permute by {by} over tp, 512 B" in told for by in (1, -1)), told
+        assert "sends 1.0 KiB forward" in told
     text, (placed,) = source_of(lambda x, w: same(x, w, stride=2), [x, weight], cut([x, weight], 0, 2))
     assert "slice_op(x, (0, 0, 0, 0), (4, 4, 1, 8))" in text and str(placed) == "[-, -, tp, -]"
 

@@ -8,6 +8,7 @@ import gc
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 
 import mindspore as ms
 import numpy as np
@@ -90,6 +91,20 @@ def test_gathered_parts_come_in_the_groups_order(groups):
         for dim in range(len(shape)):
             for result in called(groups, "all_gather", xs, dim):
                 np.testing.assert_array_equal(result, np.concatenate(xs, dim), f"{shape} {dim}")
+
+
+def test_parts_and_whole_tensors_go_from_rank_to_rank(groups):
+    size = len(groups)
+    for shape in shapes(size):
+        xs = [ms.Tensor(x) for x in numbers(size, shape)]
+        give = [
+            lambda g=g, x=x: g.exchange({(g.index - 1) % size: x}, [(g.index + 1) % size]) for g, x in zip(groups, xs)
+        ]
+        assert [bits_of(x).tobytes() for (x,) in together(give)] == [bits_of(x).tobytes() for x in (*xs[1:], xs[0])]
+    parts = [{to: random_tensor(ms.int64, (300, 301), size * rank + to) for to in range(size)} for rank in range(size)]
+    found = together([lambda g=g, each=each: g.exchange(each, range(size)) for g, each in zip(groups, parts)])
+    for to, (rank, part) in product(range(size), enumerate(parts)):
+        np.testing.assert_array_equal(found[to][rank].asnumpy(), part[to].asnumpy())
 
 
 def test_every_dtype_is_gathered_bit_for_bit():

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from mindspore import Tensor
 
-from mindformers_core.communication import Permute
+from mindformers_core.communication import Permute, Shift
 from mindformers_core.communication.groups import make_group
 from mindformers_core.communication.simulated import SimulatedCollective, SimulatedRanks, SimulatedTransport
 from mindformers_core.communication.world import rank_of, world
@@ -57,6 +57,30 @@ def test_a_permute_of_simulated_ranks():
     rows = [2 * (rank % 3) + rank // 3 for rank in range(6)]
     found = SimulatedRanks(MESH.size).run(work)
     np.testing.assert_array_equal(np.concatenate(found), x[rows])
+
+
+@pytest.mark.parametrize(("axes", "distance"), [(("tp",), 1), (("tp",), -5), (("dp",), 1), (("tp", "dp"), 4)])
+def test_a_shift_of_simulated_ranks(axes, distance):
+    """Every rank gives its tensor to the one so many places further in its ring; gradients go back."""
+    given, weights = np.random.default_rng(3).normal(size=(2, 6, 4))
+
+    def work(rank):
+        shift = Shift(MESH, axes, distance)
+        return shift(Tensor(given[rank])).asnumpy(), shift.bprop(None, None, Tensor(weights[rank]))[0].asnumpy()
+
+    for rank, (value, gradient) in enumerate(SimulatedRanks(6).run(work)):
+        ring = MESH.group(rank, axes)
+        before, behind = (ring[(ring.index(rank) + by) % len(ring)] for by in (-distance, distance))
+        np.testing.assert_array_equal(value, given[before])
+        np.testing.assert_array_equal(gradient, weights[behind])
+
+
+def test_shifts_by_other_distances_are_named():
+    def work(rank):
+        Shift(MESH, "tp", 1 + rank % 2)(Tensor(np.ones(3)))
+
+    with pytest.raises(RuntimeError, match=r"collective 1 over .* ranks 0, 2: permute .*; ranks 1: permute"):
+        SimulatedRanks(6).run(work)
 
 
 def test_ranks_that_wait_for_each_other_are_named():

@@ -113,7 +113,7 @@ def test_operator_by_operator(sample):
 
 BYTES = (  # of 64 rows, 64 bytes each: a row from each of the other rank's
     ("a row", lambda x: x[:, -1], "all_gather dim 1 over a, 64 B"),
-    ("a shift", lambda x: ops.pad(x, (0, 0, 1, -1)), "all_gather dim 1 over a, 64 B"),
+    ("a shift", lambda x: ops.pad(x, (0, 0, 1, -1)), "permute by 1 over a, 64 B"),
 )
 
 

@@ -9,11 +9,11 @@ from mindspore import nn
 
 from mindformers_core.capture.capture import capture
 from mindformers_core.dtensor.distributed_operators import run_locally, shard_context
-from mindformers_core.dtensor.move import meta_of
+from mindformers_core.dtensor.move import dtype_name, meta_of
 from mindformers_core.operators import tensor_meta
 from mindformers_core.program.structure import tree_leaves, tree_map
 from mindformers_core.propagation.operators import call_shapes
-from mindformers_core.redistribution import plan_redistribution
+from mindformers_core.redistribution import plan_redistribution, shift_step
 
 
 def algorithm_of(plan):
@@ -30,7 +30,9 @@ def algorithm_of(plan):
 
 
 def redistribution_steps(plan, node):
-    """The `Step`s of a node of an `OperatorPlan`'s algorithm that is a redistribution; None for any other."""
+    """The `Step`s of a node of an `OperatorPlan`'s algorithm that communicates; None for any other."""
+    if node.operator == "Shift":
+        return (node.args[1],)
     if node.operator != "Redistribute":
         return None
     value, source, target, shape = node.args
@@ -40,11 +42,12 @@ def redistribution_steps(plan, node):
 def algorithm_graph(plan, rank=None):
     """The graph of a distributed algorithm, which replaces a sharded operator, on local shapes.
 
-    Three kinds of nodes are special:
+    Four kinds of nodes are special:
 
     - the operator itself, under its own name, with other tensors among its arguments;
     - `Redistribute(value, source, target, shape)`, which moves a local tensor from one `Layout` to another; `shape` is
       the global one;
+    - `Shift(value, step)`, a `shift_step`;
     - `RandomState()`, which gives seed and offset of a random draw (`next_random_state` in `dropout.py`).
 
     Args:
@@ -82,7 +85,8 @@ class _Algorithm(nn.Cell):
 
     def construct(self, *tensors):
         self.recorder = tensors[0].recorder
-        cut = replace(self.cut, redistribute=self._move, next_random_state=self.recorder.random_state)
+        hooks = {"redistribute": self._move, "shift_along": self._shift}
+        cut = replace(self.cut, **hooks, next_random_state=self.recorder.random_state)
         return run_locally(self.plan, tensors, self._operator, cut)
 
     def _move(self, local, source, target):
@@ -91,6 +95,12 @@ class _Algorithm(nn.Cell):
         args = self.recorder.stand_in((local, source, target, shape))
         meta = self.recorder.meta(target.local_shape(shape), local.dtype)
         return self.recorder.add_node("Redistribute", "function", args, {}, meta)
+
+    def _shift(self, local, mesh, axes, distance):
+        """As `shift_local`, recorded as a node."""
+        step = shift_step(mesh, axes, distance, local.shape, dtype_name(local.dtype))
+        args, meta = self.recorder.stand_in((local, step)), self.recorder.meta(tuple(local.shape), local.dtype)
+        return self.recorder.add_node("Shift", "function", args, {}, meta)
 
     def _operator(self, args, kwargs):
         """The operator of the plan; the algorithm may have changed its attributes, which are among the arguments."""

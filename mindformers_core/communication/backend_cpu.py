@@ -45,7 +45,7 @@ class CpuCollective(raw.RawCollective):
         if op == "sum" and x.dtype in _SUMMED:
             shared = x.dtype == mstype.float32 and _shared(self.group, x)
             return shared.all_reduce(x) if shared else self.sum.reduce(x)
-        return self._reduce(self._exchange([x] * self.size))
+        return self._reduce(self._exchange(dict.fromkeys(range(self.size), x)))
 
     def all_gather(self, x, dim):
         return self.sum(pad_part(x, self.index, self.size, dim, self.empty))
@@ -53,7 +53,7 @@ class CpuCollective(raw.RawCollective):
     def eager_all_gather(self, x, dim):
         if shared := _shared(self.group, x):
             return shared.all_gather(x, dim)
-        return ops.cat(self._exchange([x] * self.size), dim)
+        return ops.cat(self._exchange(dict.fromkeys(range(self.size), x)), dim)
 
     def reduce_scatter(self, x, dim, op):
         return chunk(self.all_reduce(x, op), self.index, self.size, dim)
@@ -61,29 +61,28 @@ class CpuCollective(raw.RawCollective):
     def eager_reduce_scatter(self, x, dim, op):
         if shared := op == "sum" and x.dtype == mstype.float32 and _shared(self.group, x):
             return shared.reduce_scatter(x, dim)
-        return self._reduce(self._exchange([chunk(x, place, self.size, dim) for place in range(self.size)]))
+        return self._reduce(self._exchange({place: chunk(x, place, self.size, dim) for place in range(self.size)}))
 
     def all_to_all(self, x, dim, to_dim):
         return chunk(self.all_gather(x, dim), self.index, self.size, to_dim)
 
     def eager_all_to_all(self, x, dim, to_dim):
-        return ops.cat(self._exchange([chunk(x, place, self.size, to_dim) for place in range(self.size)]), dim)
+        return ops.cat(self._exchange({place: chunk(x, place, self.size, to_dim) for place in range(self.size)}), dim)
 
-    def permute(self, x, destination, origin):
-        return ops.reshape(chunk(self.all_gather(ops.unsqueeze(x, 0), 0), origin, self.size, 0), x.shape)
+    def permute(self, x, destinations, origins):
+        return ops.reshape(chunk(self.all_gather(ops.unsqueeze(x, 0), 0), origins[self.index], self.size, 0), x.shape)
 
-    def eager_permute(self, x, destination, origin):
-        if destination != self.index:
-            _send(x, destination, self.group)
-        return x if origin == self.index else _receive(x, origin, self.group)
+    def eager_permute(self, x, destinations, origins):
+        return self._exchange({destinations[self.index]: x}, [origins[self.index]])[0]
 
-    def _exchange(self, parts):
-        """Send `parts[i]` to rank i of the group, the nearest ranks first; returns this rank's parts, in order."""
-        for step in range(1, self.size):
-            to = (self.index + step) % self.size
+    def _exchange(self, parts, origins=None):
+        """Give `parts[place]` to each place, the nearest first; a list of what the places `origins`, or all, give."""
+        like, origins = next(iter(parts.values())), range(self.size) if origins is None else origins
+        if shared := _shared(self.group, like):
+            return shared.exchange(parts, origins)
+        for to in sorted(parts.keys() - {self.index}, key=lambda to: (to - self.index) % self.size):
             _send(parts[to], to, self.group)
-        own = parts[self.index]
-        return [own if place == self.index else _receive(own, place, self.group) for place in range(self.size)]
+        return [parts[self.index] if each == self.index else _receive(like, each, self.group) for each in origins]
 
     def _reduce(self, parts):
         """The elementwise reduction of tensors, in their order, so that all ranks get the same bits."""

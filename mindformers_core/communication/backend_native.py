@@ -2,34 +2,39 @@
 
 A process group counts its ranks in ascending order, a `Group` in the order of its axes; where these differ, parts are
 reordered locally. MindSpore's operators gather and scatter along dim 0; other dims are moved there and back locally.
+
+What goes from rank to rank goes in a graph by a `NeighborExchange`: it is alike on all ranks, and no order of ranks can
+block it. PyNative can't call it and sends messages, which block until they are received.
 """
 
 from mindspore import ops
 
 from mindformers_core.communication import raw
 from mindformers_core.communication.local import chunk
+from mindformers_core.communication.point_to_point_native import receive_tensor, send_tensor
 from mindformers_core.communication.world import world
+from mindformers_core.redistribution.steps import ring
 
 
 class NativeCollective(raw.RawCollective):
-    """A collective by one operator of MindSpore.
-
-    MindSpore has an operator of `all_to_all` for Ascend only; elsewhere all is gathered, and the own part taken.
-    """
+    """A collective by operators of MindSpore, which has one for `all_to_all` on Ascend only."""
 
     def __init__(self, group, kind, *arguments):
         super().__init__(group, kind, *arguments)
         self.places = group.places
         self.parts = tuple(group.ranks.index(rank) for rank in sorted(group.ranks))  # the inverse of `places`
-        self.on_ascend = world().device_target == "Ascend"
+        self.by_messages = kind == "permute" or kind == "all_to_all" and world().device_target != "Ascend"
         if kind in ("all_reduce", "reduce_scatter"):
             make = ops.AllReduce if kind == "all_reduce" else ops.ReduceScatter
             self.operator = make(arguments[-1], group.name)
-        elif kind == "all_to_all" and self.on_ascend:
+        elif kind == "all_gather":
+            self.operator = ops.AllGather(group.name)
+        elif not self.by_messages:
             dim, to_dim = arguments
             self.operator = ops.AlltoAll(group.size, to_dim, dim, group.name)
-        else:
-            self.operator = ops.AllGather(group.name)
+
+    def eager(self, x):
+        return getattr(self, f"eager_{self.kind}" if self.by_messages else self.kind)(x, *self.arguments)
 
     def all_reduce(self, x, op):
         return self.operator(x)
@@ -44,12 +49,41 @@ class NativeCollective(raw.RawCollective):
         return self.operator(ops.cat(tuple([chunk(x, part, self.size, dim) for part in self.parts]), 0))
 
     def all_to_all(self, x, dim, to_dim):
-        if self.on_ascend:
+        if not self.by_messages:
             return _reordered(self.operator(_reordered(x, self.parts, to_dim)), self.places, dim)
-        return chunk(self.all_gather(x, dim), self.index, self.size, to_dim)
+        sent = tuple([chunk(x, part, self.size, to_dim) for part in self.parts])
+        received = self._exchange(sent, list(range(self.size)), list(range(self.size)))
+        return ops.cat(tuple([received[place] for place in self.places]), dim)
 
-    def permute(self, x, destination, origin):
-        return ops.reshape(self.operator(ops.reshape(x, (1, -1)))[self.places[origin]], x.shape)
+    def eager_all_to_all(self, x, dim, to_dim):
+        parts = [chunk(x, place, self.size, to_dim) for place in range(self.size)]
+        received = list(parts)
+        for distance in range(1, self.size):
+            to, origins = ring(self.size, distance)
+            received[origins[self.index]] = self.eager_permute(parts[to[self.index]], to, origins)
+        return ops.cat(received, dim)
+
+    def permute(self, x, destinations, origins):
+        to, origin = self.places[destinations[self.index]], self.places[origins[self.index]]
+        return self._exchange((x,), [to], [origin])[0]
+
+    def eager_permute(self, x, destinations, origins):
+        """By messages: in each cycle of places every second one sends before it receives."""
+        cycle = [self.index]
+        while destinations[cycle[-1]] != self.index:
+            cycle.append(destinations[cycle[-1]])
+        if len(cycle) == 1:
+            return x
+        name, to, origin = self.group.name, self.places[cycle[1]], self.places[origins[self.index]]
+        receives_first = -cycle.index(min(cycle)) % len(cycle) % 2
+        received = receive_tensor(x.shape, x.dtype, origin, name) if receives_first else None
+        send_tensor(x, to, name)
+        return received if receives_first else receive_tensor(x.shape, x.dtype, origin, name)
+
+    def _exchange(self, parts, to, origins):
+        """The parts, all of one shape and dtype, of the places `origins` of the process group; `parts` go to `to`."""
+        shapes = (parts[0].shape,) * len(parts)
+        return ops.NeighborExchange(to, origins, shapes, shapes, parts[0].dtype, self.group.name)(parts)
 
 
 def _reordered(x, order, dim):

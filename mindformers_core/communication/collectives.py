@@ -20,11 +20,11 @@ from mindformers_core.communication.raw import RawCollective
 from mindformers_core.communication.simulated import SimulatedCollective
 from mindformers_core.communication.world import world
 from mindformers_core.hints import nearest
-from mindformers_core.redistribution.steps import EXTREMES, STEP_KINDS
+from mindformers_core.redistribution.steps import EXTREMES, STEP_KINDS, ring
 
 __all__ = [
     "AllGather", "AllGatherVarying", "AllReduce", "AllReduceVarying", "AllToAll", "Collective",
-    "MarkVarying", "PadToPartial", "Permute", "ReduceScatter", "SliceToShard", "SliceVarying", "ToPartial",
+    "MarkVarying", "PadToPartial", "Permute", "ReduceScatter", "Shift", "SliceToShard", "SliceVarying", "ToPartial",
     "ToPartialVarying", "UnmarkVarying", "View",
 ]  # fmt: skip
 
@@ -113,7 +113,9 @@ def make_collective(kind, mesh, axes, *given, **named):
     if op not in row.ops:
         raise ValueError(f"unknown reduction {op!r}: choose one of {', '.join(row.ops)}{nearest(op, row.ops)}")
     if kind == "permute":
-        dims = _route(mesh, group, *dims), _route(mesh, group, *dims[::-1])
+        dims = _routes(mesh, group, *dims)
+    elif kind == "shift":
+        dims = ring(group.size, *dims)
     is_extreme = op in EXTREMES and row.source == "partial" and group.size > 1
     forward, backward = (row.forward, row.backward) if is_extreme else row.runs(op)
     cell = _operation(forward, group, 0, dims, op if op in EXTREMES else "sum")
@@ -149,6 +151,7 @@ AllGatherVarying = partial(make_collective, "all_gather_varying")  # Shard(dim) 
 ReduceScatter = partial(make_collective, "reduce_scatter")  # Partial -> Shard(dim); `op` as of `AllReduce`
 AllToAll = partial(make_collective, "all_to_all")  # Shard(dim) -> Shard(to_dim)
 Permute = partial(make_collective, "permute")  # equal parts to other ranks, from layout `source` to layout `target`
+Shift = partial(make_collective, "shift")  # each local tensor to the rank `distance` further along the axes, in a ring
 SliceToShard = partial(make_collective, "slice")  # Replicate -> Shard(dim)
 SliceVarying = partial(make_collective, "slice_varying")  # Varying -> Shard(dim)
 MarkVarying = partial(make_collective, "mark_varying")  # Replicate -> Varying
@@ -164,16 +167,12 @@ def _scaled(cell, group, factor):
     return Scale(cell, factor) if group.size > 1 else cell
 
 
-def _route(mesh, group, source, target):
-    """Place in `group` of the rank whose part in `target` is this rank's part in `source`."""
-
-    def held(rank, layout):
-        return [mesh.group_index(rank, axes) for axes in layout.axes]
-
-    mine = held(group.ranks[group.index], source)
-    places = [place for place, rank in enumerate(group.ranks) if held(rank, target) == mine]
-    if len(places) != 1:
-        raise ValueError(
-            f"Permute over {group} can't go from {source} to {target}: {len(places)} ranks would hold this rank's part"
-        )
-    return places[0]
+def _routes(mesh, group, source, target):
+    """For all places in `group`: where their parts in `source` go, and where their parts in `target` come from."""
+    held = [
+        {tuple(mesh.group_index(rank, axes) for axes in layout.axes): place for place, rank in enumerate(group.ranks)}
+        for layout in (source, target)
+    ]
+    if held[0].keys() != held[1].keys() or len(held[0]) < group.size:
+        raise ValueError(f"Permute over {group} can't go from {source} to {target}: not each part has one rank")
+    return tuple(tuple(to[part] for part in parts) for parts, to in (held, held[::-1]))

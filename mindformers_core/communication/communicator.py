@@ -79,8 +79,8 @@ class Communicator:
             kind: a key of `STEP_KINDS`.
             axes: mesh axes of the joint group, major to minor.
             number: distinguishes Cells whose other arguments are equal.
-            attributes: those of the kind: `dim`, `to_dim`, `op` (default: `"sum"`), and (permute) the layouts `source`
-                and `target`.
+            attributes: those of the kind: `dim`, `to_dim`, `op` (default: `"sum"`), (permute) the layouts `source` and
+                `target`, and (shift) `distance`.
 
         Raises:
             TypeError: an attribute that is missing, or that the kind doesn't have.

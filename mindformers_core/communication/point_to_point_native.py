@@ -34,24 +34,29 @@ class Transport:
         encoded = encode_head(head, tensors).ljust(_BLOCK, b"\0")
         blocks = [Tensor(np.frombuffer(block, np.int8)) for block in (encoded[:_BLOCK], encoded[_BLOCK:]) if block]
         for tensor in (*blocks, *tensors):
-            x = ops.cast(tensor, _CARRIED.get(tensor.dtype, tensor.dtype))
-            dist_comm_isend_op(x, rank, self.group, 0)[1].wait()
+            send_tensor(tensor, rank, self.group)
 
     def receive(self, rank):
         """The next message from a rank: its head, and its tensors."""
-        encoded = self._receive_tensor((_BLOCK,), mstype.int8, rank).asnumpy().tobytes()
+        encoded = receive_tensor((_BLOCK,), mstype.int8, rank, self.group).asnumpy().tobytes()
         end = HEAD_LENGTH + int.from_bytes(encoded[:HEAD_LENGTH], "little")
         if end > _BLOCK:
-            encoded += self._receive_tensor((end - _BLOCK,), mstype.int8, rank).asnumpy().tobytes()
+            encoded += receive_tensor((end - _BLOCK,), mstype.int8, rank, self.group).asnumpy().tobytes()
         head = json.loads(encoded[HEAD_LENGTH:end])
-        received = [self._receive_tensor(tuple(shape), DTYPES[name], rank) for name, shape in head["tensors"]]
-        return head, tuple(received)
+        given = ((tuple(shape), DTYPES[name]) for name, shape in head["tensors"])
+        return head, tuple(receive_tensor(*each, rank, self.group) for each in given)
 
     def close(self):
         """Nothing to do: the group is MindSpore's."""
 
-    def _receive_tensor(self, shape, dtype, rank):
-        buffer = ops.zeros(shape, _CARRIED.get(dtype, dtype))
-        received, handle = dist_comm_irecv_op(buffer, 0, rank, self.group)
-        handle.wait()
-        return ops.cast(received, dtype)
+
+def send_tensor(x, rank, group):
+    """Send a tensor to a rank of MindSpore's `group`; later work of the device waits until it is received."""
+    dist_comm_isend_op(ops.cast(x, _CARRIED.get(x.dtype, x.dtype)), rank, group, 0)[1].wait()
+
+
+def receive_tensor(shape, dtype, rank, group):
+    """The next tensor from a rank of MindSpore's `group`, whose shape and dtype are known."""
+    received, handle = dist_comm_irecv_op(ops.zeros(shape, _CARRIED.get(dtype, dtype)), 0, rank, group)
+    handle.wait()
+    return ops.cast(received, dtype)

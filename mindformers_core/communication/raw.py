@@ -34,8 +34,10 @@ class RawCollective(nn.Cell):
         super().__init__(auto_prefix=False)
         self.group, self.size, self.index = group, group.size, group.index
         self.kind, self.arguments = kind, arguments
-        # what all ranks have to agree on; places differ from rank to rank
-        self.options = "" if kind == "permute" else ", ".join(map(str, arguments))
+        self.options = ", ".join(map(str, arguments))  # what all ranks have to agree on
+        if kind == "permute":  # a table of all places is too long to show
+            distances = {(to - place) % self.size for place, to in enumerate(arguments[0])}
+            self.options = f"by {distances.pop()}" if len(distances) == 1 else ""
         self.forward_places = None  # of the collective of a gradient: a deque, see `Recorder.issue`
 
     def __call__(self, x):
@@ -88,6 +90,6 @@ class RawCollective(nn.Cell):
         """Part i of every rank's tensor along `to_dim`, on rank i; joined along `dim` in the group's order."""
         return ops.cat((chunk(x, self.index, self.size, to_dim),) * self.size, dim)
 
-    def permute(self, x, destination, origin):
-        """The tensor of place `origin` of the group; this rank's tensor goes to place `destination`."""
+    def permute(self, x, destinations, origins):
+        """The tensor of another place: place i sends to place `destinations[i]`, and receives from `origins[i]`."""
         return x

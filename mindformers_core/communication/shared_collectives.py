@@ -94,20 +94,40 @@ class SharedGroup:
             self._share(totals[self.index], totals, call)
         return result
 
+    def exchange(self, parts, origins):
+        """The tensors of the places `origins` for this rank, a list.
+
+        Args:
+            parts: place -> the tensor for it, all of one shape and any dtype, on all ranks.
+            origins: places of which `parts` has one for this rank.
+        """
+        like = next(iter(parts.values()))
+        made = [empty_tensor(like.dtype, like.shape) for _ in origins]
+        sources = {place: as_bytes(part).reshape(1, -1) for place, part in parts.items()}
+        for piece in _pieces((1, like.nbytes), self.slot_size):
+            cut = {place: source[piece] for place, source in sources.items()}
+            found = self._traded(cut, f"exchange {like.dtype} {like.shape}")
+            for (_, memory), origin in zip(made, origins):
+                memory.reshape(1, -1)[piece] = found[origin]
+        return [tensor for tensor, _ in made]
+
     def _share(self, mine, targets, call):
         """All-gather: fill `targets`, an array for every rank, with the arrays that are `mine` on these ranks."""
         _slot(self._half(), 0, mine)[:] = mine
         for half, target in zip(self._barrier(call), targets, strict=True):
             target[:] = mine if half is None else _slot(half, 0, target)
 
-    def _add(self, parts, total, call):
-        """Reduce-scatter: fill `total` with the sum of all ranks' parts for this rank; `parts` are for all."""
-        for place, part in enumerate(parts):
+    def _traded(self, parts, call):
+        """Arrays of all ranks for this one, to be read before the next barrier; `parts` are for some places, or all."""
+        for place, part in parts.items():
             if place != self.index:
                 _slot(self._half(), place * self.slot_size, part)[:] = part
-        start = self.index * self.slot_size
-        mine = parts[self.index]
-        first, second, *more = [mine if half is None else _slot(half, start, mine) for half in self._barrier(call)]
+        start, mine = self.index * self.slot_size, parts.get(self.index, part)  # none for itself, of none from itself
+        return [mine if half is None else _slot(half, start, mine) for half in self._barrier(call)]
+
+    def _add(self, parts, total, call):
+        """Reduce-scatter: fill `total` with the sum of all ranks' parts for this rank; `parts` are for all."""
+        first, second, *more = self._traded(dict(enumerate(parts)), call)
         np.add(first, second, out=total)
         for term in more:
             np.add(total, term, out=total)

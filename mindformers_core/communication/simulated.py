@@ -43,7 +43,7 @@ class SimulatedRanks:
             turn.acquire()
         self._ready, self._waiting = deque(range(size)), {}  # waiting rank -> what it waits for, as text
         self._numbers = Counter()  # ranks of a group -> number of its collectives so far
-        self._meetings = defaultdict(dict)  # ranks of a group -> rank -> (issued, arguments, array), of the next one
+        self._meetings = defaultdict(dict)  # ranks of a group -> rank -> (issued, array), of the next one
         self._results, self._boxes = {}, defaultdict(deque)  # rank -> array; (sender, receiver) -> messages
         self._error = None
 
@@ -85,20 +85,19 @@ class SimulatedRanks:
         """The result on `rank` of a collective of a `Group`, after all its ranks have come."""
         ranks = tuple(sorted(group.ranks))
         number, meeting = self._numbers[ranks] + 1, self._meetings[ranks]
-        issued = kind, group.axes, array.shape, str(array.dtype), () if kind == "permute" else arguments
-        meeting[rank] = issued, arguments, array
+        issued = kind, group.axes, array.shape, str(array.dtype), arguments
+        meeting[rank] = issued, array
         if len(meeting) < len(ranks):
             self._wait(rank, f"{_shown(issued)}, number {number} over {group}")
             return self._results.pop(rank)
         self._numbers[ranks] = number
-        kinds = {each: [other for other in ranks if meeting[other][0] == each] for each, _, _ in meeting.values()}
+        kinds = {each: [other for other in ranks if meeting[other][0] == each] for each, _ in meeting.values()}
         if len(kinds) > 1:
             said = "; ".join(f"ranks {', '.join(map(str, some))}: {_shown(each)}" for each, some in kinds.items())
             self._fail(Desync(f"collective {number} over {group} differs among its ranks: {said}"))
             raise _Stopped  # callers explain the errors of a collective's backend in words of their own
         del self._meetings[ranks]
-        _, given, arrays = zip(*(meeting[other] for other in group.ranks))
-        arguments = ([destination for destination, _ in given],) if kind == "permute" else arguments
+        arrays = [meeting[other][1] for other in group.ranks]
         try:
             found = exchange(kind, arrays, *arguments)
         except (IndexError, ValueError) as error:  # shapes that don't fit

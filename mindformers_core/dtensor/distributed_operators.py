@@ -22,7 +22,7 @@ from mindformers_core.dtensor.draws import DISTRIBUTIONS
 from mindformers_core.dtensor.dropout import counters, next_random_state
 from mindformers_core.dtensor.halo import shifted, windows, windows_with_index
 from mindformers_core.dtensor.lookups import LOOKUPS, found_here, zero_where
-from mindformers_core.dtensor.move import dtype_name, redistribute_local
+from mindformers_core.dtensor.move import dtype_name, redistribute_local, shift_local
 from mindformers_core.dtensor.scans import SCANS, finite_top
 from mindformers_core.dtensor.statistics import band, group_norm, norm, product, spread, trace, wide
 from mindformers_core.layout import Layout
@@ -45,6 +45,7 @@ class ShardContext:
         shapes: the global shape of every tensor input.
         rank: the rank that runs, or for which it is written down.
         redistribute: `redistribute(local, source, target)` takes a local tensor from one layout to another.
+        shift_along: `shift_along(local, mesh, axes, distance)` runs a `shift_step`.
         next_random_state: gives seed and offset of the next random draw.
         halos: of the operator's `LocalCall`.
         output: layout and global shape of the first result.
@@ -57,6 +58,7 @@ class ShardContext:
     shapes: tuple
     rank: int
     redistribute: Callable = redistribute_local
+    shift_along: Callable = shift_local
     next_random_state: Callable = next_random_state
     halos: dict = field(default_factory=dict)
     output: tuple = ()
@@ -110,6 +112,10 @@ class ShardContext:
         dims = [()] * local.ndim
         dims[dim] = self.axes
         return self._made_whole(local, dims, {}, varying)
+
+    def shift(self, local, distance):
+        """The tensor of the rank whose part is `distance` before this one, in a ring."""
+        return self.shift_along(local, self.mesh, self.axes, distance) if distance % self.count else local
 
     def _made_whole(self, local, dims, partial_ops, varying):
         whole = Layout.on(self.mesh, [()] * local.ndim, varying=self.axes if varying else ())

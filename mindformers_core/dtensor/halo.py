@@ -1,14 +1,12 @@
 """Windows over dims of images that are cut: each part gets the borders of its neighbours, its halo, and computes alone.
 
-The borders go by one all-gather for each cut dim, which both engines and every device have: a rank sends its own ones,
-(ranks - 1) times the bytes of a halo in all, never more of the image; the gradient comes home by a reduce-scatter. Only
-where a halo is larger than a part, parts are sent as a whole. The idea is that of spatial partitioning in GSPMD (arXiv
-2105.04663, section 3.3).
+A border goes to the neighbour by a shift along each cut dim, and its gradient back: a rank sends the bytes of a halo,
+whatever the number of ranks; where a halo is larger than a part, to ranks further away, too. The idea is that of
+spatial partitioning in GSPMD (arXiv 2105.04663, section 3.3).
 """
 
 import math
 
-import numpy as np
 from mindspore import Tensor, dtype as mstype, ops
 
 from mindformers_core.dtensor.scans import part_along
@@ -48,30 +46,21 @@ def _extended(x, fill, context):
 
 
 def _with_borders(x, dim, before, behind, fill, parts):
-    """`x` between the last `before` elements of the part in front of it and the first `behind` of that after it."""
-    if not before and not behind:
-        return x
-    size, front, back = x.shape[dim], max(before, 0), max(behind, 0)
-    if max(before, behind) > size:
-        around = padded(parts.gathered(x, dim, varying=True), dim, before, behind, fill)
-        return _taken(around, dim, np.arange(size + before + behind), parts.start(size, mstype.int32))
-    length, ends = front + back, ((size - front, front), (0, back))
-    sent = _joined([part_along(x, dim, first, count) for first, count in ends if count], dim)
-    # the border of part r is in place r + 1
-    around = padded(parts.gathered(sent, dim, varying=True), dim, length, length, fill)
-    start = parts.start(length, mstype.int32)
-    first = [_taken(around, dim, np.arange(front), start)] if front else []
-    last = [_taken(around, dim, np.arange(back) + 2 * length + front, start)] if back else []
-    own = [padded(x, dim, min(before, 0), min(behind, 0), fill)] if max(-before, -behind) < size else []
-    return _joined([*first, *own, *last], dim)
+    """The elements from `before` in front of `x` to `behind` after it; negative numbers leave out some of its own."""
+    size, pieces = x.shape[dim], []
+    for far in range(-before // size, -(-(size + behind) // size)):  # the part so far from this one has some of them
+        first, last = max(0, -before - far * size), min(size, size + behind - far * size)
+        piece = part_along(x, dim, first, last - first) if last - first < size else x
+        if far:
+            is_image = Tensor(0 <= parts.number + far < parts.count)  # else what the ring gives is not of the image
+            piece = parts.shift(piece, -far if abs(far) < parts.count else 0)
+            piece = ops.where(is_image, piece, _element(fill, x.dtype))
+        pieces.append(piece)
+    return ops.cat(pieces, dim) if len(pieces) > 1 else pieces[0]
 
 
-def _taken(x, dim, places, start):
-    return ops.gather(x, Tensor(places.astype(np.int32)) + start, dim)
-
-
-def _joined(parts, dim):
-    return ops.cat(parts, dim) if len(parts) > 1 else parts[0]
+def _element(fill, dtype):
+    return ops.cast(fill if isinstance(fill, Tensor) else Tensor(fill, mstype.float32), dtype)
 
 
 def padded(x, dim, before, behind, fill):
@@ -80,7 +69,7 @@ def padded(x, dim, before, behind, fill):
         x = part_along(x, dim, max(-before, 0), x.shape[dim] + min(before, 0) + min(behind, 0))
     if max(before, behind) <= 0:
         return x
-    fill = ops.cast(fill if isinstance(fill, Tensor) else Tensor(fill, mstype.float32), x.dtype)
+    fill = _element(fill, x.dtype)
     first, last = (  # not by PadV3: compiled, on CPU, only the gradient of its first call is right
         [ops.broadcast_to(fill, (*x.shape[:dim], count, *x.shape[dim + 1 :]))] if count > 0 else []
         for count in (before, behind)

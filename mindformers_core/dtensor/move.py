@@ -7,7 +7,7 @@ from mindspore import Tensor, dtype as mstype, ops
 from mindformers_core.communication import communicator, process_state, world
 from mindformers_core.dtypes import wire_dtype
 from mindformers_core.operators import tensor_meta
-from mindformers_core.redistribution import ASCEND, CPU, GPU, plan_redistribution
+from mindformers_core.redistribution import ASCEND, CPU, GPU, plan_redistribution, shift_step
 
 _DEVICE_MODELS = {"CPU": CPU, "GPU": GPU, "Ascend": ASCEND}
 
@@ -43,11 +43,21 @@ def redistribute_local(local, source, target, shape=None, model=None):
     """
     if source == target:
         return local
-    name = dtype_name(local.dtype)
-    if wire_dtype(name) != name:
-        sent = redistribute_local(ops.cast(local, getattr(mstype, wire_dtype(name))), source, target, shape, model)
-        return ops.cast(sent, local.dtype)
     shape = source.global_shape(local.shape) if shape is None else shape
-    for step in plan_redistribution(source, target, shape, name, model or model_of_device(source.mesh)).steps:
-        local = communicator(source.mesh).cell(step)(local)
-    return local
+    model = model or model_of_device(source.mesh)
+    return _run(plan_redistribution(source, target, shape, dtype_name(local.dtype), model).steps, local)
+
+
+def shift_local(local, mesh, axes, distance):
+    """This rank's tensor after a `shift_step` of all ranks' tensors `local`; differentiable."""
+    return _run([shift_step(mesh, axes, distance, local.shape, dtype_name(local.dtype))], local)
+
+
+def _run(steps, local):
+    """A local tensor after some steps, which send it in its `wire_dtype`."""
+    name = dtype_name(local.dtype)
+    is_cast = wire_dtype(name) != name
+    sent = ops.cast(local, getattr(mstype, wire_dtype(name))) if is_cast else local
+    for step in steps:
+        sent = communicator(step.source.mesh).cell(step)(sent)
+    return ops.cast(sent, local.dtype) if is_cast else sent

@@ -73,7 +73,7 @@ def step_shown(entry):
     if step.kind == "mark_varying":
         forward = f"marked varying {over}"
     elif name in COLLECTIVES:
-        op = "" if step.op in (None, "sum") else f" {step.op}"
+        op = f" by {step.distance}" if step.kind == "shift" else "" if step.op in (None, "sum") else f" {step.op}"
         forward = f"{name}{op}{places} {over}, {bytes_shown(count)}"
     else:
         forward = f"{MARKS[name]}{places} {over}"

@@ -21,6 +21,7 @@ _AFTER = {  # step kind -> the hint for the name of the tensor after it
     "all_gather": "whole",
     "all_to_all": "exchanged",
     "permute": "exchanged",
+    "shift": "shifted",
     "all_reduce": "sum",
     "reduce_scatter": "scattered",
     "mark": "marked",
@@ -297,9 +298,9 @@ class FunctionSource:
         for node in graph.nodes:
             steps = redistribution_steps(plan, node)
             if steps is not None:
-                value, source, target, _ = node.args
+                value, *ends = node.args
                 variable = self.variables[value.id, None]
-                moved = self._redistributed(variable, steps, value.dtype, f"{source} -> {target}")
+                moved = self._redistributed(variable, steps, value.dtype, " -> ".join(map(str, ends[:2])))
                 self.variables[node.outputs.id, None] = moved
                 continue
             operands = self._operands(node, repeat(None))

@@ -220,15 +220,14 @@ def collective_source(step, number=0):
 
 
 def collective_name(step):
-    """The name of the Cell of a `Step`: `all_gather_tp_dim_1`, `reduce_scatter_dp_tp_dim_0_avg`.
+    """The name of the Cell of a `Step`: `all_gather_tp_dim_1`, `reduce_scatter_dp_tp_dim_0_avg`, `shift_tp_by_minus_1`.
 
     Different permutes over the same axes have the same name, and so have views.
     """
-    shown = {"dim": "dim_{}", "to_dim": "to_{}", "op": "{}"}
+    shown = {"dim": "dim_{}", "to_dim": "to_{}", "op": "{}", "distance": "by_{}"}
     attributes = [(name, value) for name, value in collective_attributes(step).items() if name in shown]
-    return "_".join(
-        [step.kind, *step.axes, *(shown[name].format(value) for name, value in attributes if value != "sum")]
-    )
+    words = [step.kind, *step.axes, *(shown[name].format(value) for name, value in attributes if value != "sum")]
+    return "_".join(words).replace("-", "minus_")
 
 
 def _text(value):

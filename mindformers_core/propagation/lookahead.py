@@ -3,10 +3,10 @@
 The search starts from the choices of `decide_frame`, operator by operator, and tries others for every remaining
 redistribution that sends anything, or that keeps a part of what every rank has computed. Backward: let the producer
 emit the required layout, then its producers in turn. Forward: let the consumer compute in another sharding; a product
-of a partial sum also in one that nothing has, since the sum can be scattered. All later operators are decided again. A trial is accepted if its price is lower
-and no rank computes more: at small sizes, where the launches of collectives cost most, replicated work would save some,
-and models would be tried with other plans than they are trained with. Finally, redistributions move above shape
-operators where that costs no more: there other consumers can share them.
+of a partial sum also in one that nothing has, since the sum can be scattered. All later operators are decided again. A
+trial is accepted if its price is lower and no rank computes more: at small sizes, where the launches of collectives
+cost most, replicated work would save some, and models would be tried with other plans than they are trained with.
+Finally, redistributions move above shape operators where that costs no more: there other consumers can share them.
 The effort is limited: it grows with the square of a Cell's operators, of which real Cells have a few dozen.
 """
 

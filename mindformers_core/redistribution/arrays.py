@@ -22,8 +22,8 @@ def exchange(kind, tensors, *arguments):
     Args:
         kind: `all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all` or `permute`.
         tensors: the inputs, NumPy arrays.
-        arguments: `op`; `dim`; `dim, op`; `dim, to_dim`; `destinations`, for every place of the group the place that
-            gets its tensor.
+        arguments: `op`; `dim`; `dim, op`; `dim, to_dim`; `destinations, origins`, for every place of the group the
+            place that its tensor goes to, and the one that its result comes from.
 
     Returns:
         The list of results.
@@ -36,17 +36,12 @@ def _all_to_all(tensors, dim, to_dim):
     return [np.concatenate(received, dim) for received in zip(*pieces)]
 
 
-def _permute(tensors, destinations):
-    assert sorted(destinations) == list(range(len(tensors))), destinations
-    return [tensors[destinations.index(place)] for place in range(len(tensors))]
-
-
 _EXCHANGES = {
     "all_reduce": lambda tensors, op: [reduce_arrays(tensors, op)] * len(tensors),
     "all_gather": lambda tensors, dim: [np.concatenate(tensors, dim)] * len(tensors),
     "reduce_scatter": lambda tensors, dim, op: np.split(reduce_arrays(tensors, op), len(tensors), dim),
     "all_to_all": _all_to_all,
-    "permute": _permute,
+    "permute": lambda tensors, _, origins: [tensors[origin] for origin in origins],
 }
 
 

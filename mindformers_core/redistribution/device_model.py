@@ -4,7 +4,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import inf
 
-from mindformers_core.redistribution.steps import COLLECTIVES, STEP_KINDS
+from mindformers_core.hints import nearest
+from mindformers_core.redistribution.steps import CARRIED, COLLECTIVES, STEP_KINDS
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class DeviceModel:
     """Seconds of a collective: `launch + hops * latency + bytes on the wire / bandwidth`, and of an operator:
     `operator_launch + max(operations / operations_per_second, bytes of memory / memory_bandwidth)`.
 
-    Hops and bytes are those of ring algorithms (`steps.COLLECTIVES`). A group over several axes runs at the
+    Hops and bytes are those that the backend declares (`steps.CARRIED`). A group over several axes runs at the
     highest latency and the lowest bandwidth among them. The roofline is that of Williams, Waterman, Patterson (2009).
 
     Attributes:
@@ -39,6 +40,8 @@ class DeviceModel:
         memory: bytes of a device's memory. Default: any number.
         memory_bandwidth: bytes that a device reads or writes in a second. Default: any number.
         operator_launch: seconds that any operator takes, however small. Default: 0.
+        backend: which one carries the collectives, a key of `CARRIED`: `"native"` (HCCL, NCCL), `"cpu"` (PyNative), or
+            `"cpu graph"` (under `@ms.jit`). Default: `"native"`.
     """
 
     name: str
@@ -51,6 +54,7 @@ class DeviceModel:
     memory: float = inf
     memory_bandwidth: float = inf
     operator_launch: float = 0.0
+    backend: str = "native"
 
     def __post_init__(self):
         for name in ("operations_per_second", "memory", "memory_bandwidth"):
@@ -59,6 +63,10 @@ class DeviceModel:
         for name in ("launch", "operator_launch"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"device model '{self.name}': {name} is {getattr(self, name)!r}: at least 0 seconds")
+
+        if self.backend not in CARRIED:
+            hint = f"choose one of {', '.join(CARRIED)}{nearest(self.backend, CARRIED)}"
+            raise ValueError(f"device model '{self.name}': unknown backend {self.backend!r}: {hint}")
 
     def with_links(self, **links):
         """This model with another `Link` for the axes named: `GPU.with_links(dp=Link(5e-6, 25e9))`."""
@@ -108,7 +116,7 @@ def _rates(model, name, axes, group_size):
     """Fixed seconds, and seconds for every byte of the whole tensor, of collective `name`."""
     if name not in COLLECTIVES:
         return 0.0, 0.0
-    hops, share = COLLECTIVES[name]
+    hops, share = CARRIED[model.backend][name]
     link = model.link_over(axes)
     return model.launch + hops(group_size) * link.latency, share(group_size) / group_size / link.bandwidth
 
@@ -134,5 +142,5 @@ GPU = DeviceModel(
 # runs at 20 GB/s, one of 4 numbers takes 30 us.
 CPU = DeviceModel(
     "CPU", 50e9, 0.3e-3, Link(0.05e-3, 0.4e9), host=Link(0.0, 20e9), memory=16e9, memory_bandwidth=20e9,
-    operator_launch=30e-6,
+    operator_launch=30e-6, backend="cpu",
 )  # fmt: skip

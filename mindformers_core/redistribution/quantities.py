@@ -16,7 +16,7 @@ _UNITS = {  # attribute of a `DeviceModel` -> its unit, or those of its parts
     "operations_per_second": "FLOP/s", "launch": "s", "operator_launch": "s", "memory": "B", "memory_bandwidth": "B/s",
     "link": _LINK, "host": _LINK,
 }  # fmt: skip
-_KEYS = ("name", *_UNITS, "levels", "axes")
+_KEYS = ("name", "backend", *_UNITS, "levels", "axes")
 _NEEDED = ("operations_per_second", "launch", "link")
 
 
@@ -43,6 +43,7 @@ def device_model_of(data):
     axes = data.get("axes", {})
     _check_keys(axes, axes, (), "axes")
     links = {axis: _of_units(link, _LINK, f"axes.{axis}") for axis, link in axes.items()}
+    values["backend"] = str(data.get("backend", "native"))
     return DeviceModel(str(data.get("name", "custom")), **values, levels=tuple(levels)).with_links(**links)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
+from mindformers_core.dtypes import ITEM_BYTES, wire_dtype
 from mindformers_core.layout import Layout
 
 EXTREMES = ("max", "min")
@@ -63,8 +64,10 @@ STEP_KINDS = {
     "to_partial": StepKind("replicate", "partial", "mask", "identity", ("op",), TO_PARTIAL_BY_OP),
     "to_partial_varying": StepKind("varying", "partial", "mask", "mask", ops=("sum",)),
     "pad": StepKind("shard", "partial", "pad", "slice", ("dim",), ops=("sum",)),
-    # the same elements in other dims, around the steps of strided ones
+    # without placements, so never found by the search for a plan: the same elements in other dims, around the steps of
+    # strided ones; and a ring, which distributed algorithms ask for
     "view": StepKind("", "", "view", "view", ("local_shape", "output_shape")),
+    "shift": StepKind("", "", "permute", "permute", ("distance",)),
 }
 
 # Of each collective: how often a rank sends in turn, and how many n-ths of the *larger* of its input and output leave a
@@ -75,6 +78,15 @@ COLLECTIVES = {
     "all_reduce": (lambda n: 2 * (n - 1), lambda n: 2 * (n - 1)),
     "all_to_all": (lambda n: n - 1, lambda n: n - 1),
     "permute": (lambda n: 1, lambda n: n),
+}
+# The same of backends that carry some of them in other ways. A graph on CPU has sums of floats alone: an all-gather is
+# the sum of buffers as large as its result, and what goes from rank to rank is first gathered by all.
+CARRIED = {
+    "native": COLLECTIVES,
+    "cpu": COLLECTIVES,
+    "cpu graph": COLLECTIVES
+    | dict.fromkeys(("all_gather", "reduce_scatter"), COLLECTIVES["all_reduce"])
+    | dict.fromkeys(("all_to_all", "permute"), (lambda n: 2 * (n - 1), lambda n: 2 * (n - 1) * n)),
 }
 
 
@@ -106,6 +118,7 @@ class Step:
         shape: shape of the global tensor before.
         itemsize: bytes of one element that is sent.
         to_shape: shape of the global tensor after a view; None for others, which keep it.
+        distance: by how many places of the group a shift moves tensors; None for others.
     """
 
     kind: str
@@ -118,6 +131,7 @@ class Step:
     shape: tuple
     itemsize: int
     to_shape: tuple | None = None
+    distance: int | None = None
 
     @cached_property
     def group_size(self):
@@ -162,5 +176,24 @@ class Step:
         dims = "" if self.dim is None else f" dim {self.dim}"
         dims += "" if self.to_dim is None else f" to dim {self.to_dim}"
         op = "" if self.op is None else f" {self.op}"
+        op += "" if self.distance is None else f" by {self.distance}"
         over = f" over {', '.join(self.axes)}" if self.axes else ""
         return f"{self.kind}{op}{dims}{over}: {self.source} -> {self.target}, {self.nbytes} bytes"
+
+
+def ring(size, distance):
+    """Of a shift by so many places in a group: for each place the one that it gives to, and that it gets from."""
+    return tuple(tuple((place + by) % size for place in range(size)) for by in (distance, -distance))
+
+
+def shift_step(mesh, axes, distance, local_shape, dtype):
+    """The `Step` in which each rank of a group gives a local tensor to the one `distance` places further, in a ring.
+
+    Args:
+        mesh, axes: the mesh, and the axes of the joint group, major to minor.
+        distance: number of places in the group; below 0 it goes back.
+        local_shape, dtype: of a rank's tensor.
+    """
+    layout = Layout.on(mesh, [()] * len(local_shape), varying=axes)
+    itemsize = ITEM_BYTES[wire_dtype(dtype)]
+    return Step("shift", tuple(axes), None, None, None, layout, layout, tuple(local_shape), itemsize, None, distance)

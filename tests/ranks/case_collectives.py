@@ -38,6 +38,10 @@ def reordered(xs):
     return [xs[place] for place in np.arange(len(xs)).reshape(2, -1).T.ravel()]
 
 
+def shifted(distance):
+    return lambda xs: [xs[(place - distance) % len(xs)] for place in range(len(xs))]
+
+
 def backward_of(function):
     return lambda xs, gradients: function(gradients)
 
@@ -73,6 +77,7 @@ PAIRS = {
     "reduce_scatter max": pair("ReduceScatter", "reduce_scatter", "max", dim=0),
     "reduce_scatter min": pair("ReduceScatter", "reduce_scatter", "min", dim=1),
     "permute": Pair(permute, reordered, backward_of(reordered)),
+    "shift": Pair(lambda axes: comm.Shift(MESH, axes, 1), shifted(1), backward_of(shifted(-1))),
     "all_to_all": pair("AllToAll", "all_to_all", dim=0, to_dim=1),
     "slice": pair("SliceToShard", "slice", dim=1),
     "slice_varying": pair("SliceVarying", "slice_varying", dim=0),
