@@ -17,7 +17,7 @@ from test_operators import MESH as SQUARE, ask, combinations, fill, meta_of, sha
 
 from mindformers_core.layout import Layout, layout
 from mindformers_core.mesh import init_device_mesh
-from mindformers_core.operators import TensorMeta, tensor_meta
+from mindformers_core.operators import LocalCall, TensorMeta, tensor_meta
 from mindformers_core.operators.choice import Choice, OperatorCall
 from mindformers_core.operators.resolve import alternatives
 from mindformers_core.program.graph import OperatorNode
@@ -144,9 +144,11 @@ FAULTS = {  # name -> (path of the Cell, edit of its frame, what the error says)
     "an algorithm over other axes": (EMBED, entry("Gather", becomes(cut_axes=("dp",))), "runs gather"),
     "an algorithm without need": (CORE, entry("Softmax", becomes(algorithm="softmax")), "runs softmax, where None"),
     "global sizes in a local call": (
-        CORE, entry("Reshape", becomes(signature=lambda old: replace(old, localize=None))), "elements can't become"),
+        CORE, entry("Reshape", becomes(signature=lambda old: replace(old, local=LocalCall()))),
+        "elements can't become"),
     "another size in a local call": (
-        CORE, entry("BroadcastTo", becomes(signature=lambda old: replace(old, localize=twice))), "gives local shapes"),
+        CORE, entry("BroadcastTo", becomes(signature=lambda old: replace(old, local=LocalCall(localize=twice)))),
+        "gives local shapes"),
     "another rule": (
         CORE, entry("Mul", becomes(signature=lambda old: replace(old, linear=()))), "has another rule: 'linear'"),
     "a sum through a logarithm": (LOSS, lambda frame: unreduced(frame), r"Log: input 0 .*\(partial sum: tp\), where"),

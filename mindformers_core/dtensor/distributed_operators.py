@@ -47,7 +47,7 @@ class ShardContext:
         redistribute: `redistribute(local, source, target)` takes a local tensor from one layout to another.
         shift_along: `shift_along(local, mesh, axes, distance)` runs a `shift_step`.
         next_random_state: gives seed and offset of the next random draw.
-        halos: of the operator's `Signature`.
+        halos: of the operator's `LocalCall`.
         output: layout and global shape of the first result.
         float_dtype: of all random numbers with fractions; None: the one that the operator is given.
     """
@@ -306,7 +306,7 @@ def shard_context(plan, rank=None):
     given = plan.outputs[0].mesh, plan.cut_axes, plan.inputs, shapes, world().rank if rank is None else rank
     output = plan.outputs[0], plan.signature.output_shapes[0]
     move = partial(redistribute_local, model=plan.device_model)
-    return ShardContext(*given, halos=plan.signature.halos, output=output, redistribute=move)
+    return ShardContext(*given, halos=plan.signature.local.halos, output=output, redistribute=move)
 
 
 def run_locally(plan, tensors, operator, context):

@@ -14,10 +14,10 @@ from mindformers_core.operators.resolve import resolve
 from mindformers_core.operators.rules.dims import equation
 from mindformers_core.operators.rules.elementwise import elementwise
 from mindformers_core.operators.rules.matmul import contraction
-from mindformers_core.operators.signature import Signature, TensorMeta, is_float, tensor_meta
+from mindformers_core.operators.signature import LocalCall, Signature, TensorMeta, is_float, tensor_meta
 
 __all__ = [
-    "Algorithm", "Choice", "OperatorCall", "Resolution", "Signature", "TensorMeta", "contraction", "elementwise",
-    "equation", "facts_of", "is_float", "register_algorithm", "register_operator", "registered_operators", "resolve",
-    "signature_of", "tensor_meta",
+    "Algorithm", "Choice", "LocalCall", "OperatorCall", "Resolution", "Signature", "TensorMeta",
+    "contraction", "elementwise", "equation", "facts_of", "is_float", "register_algorithm", "register_operator",
+    "registered_operators", "resolve", "signature_of", "tensor_meta",
 ]  # fmt: skip

@@ -9,6 +9,7 @@ from functools import partial
 from mindformers_core.operators import OperatorCall, facts_of, is_float, tensor_meta
 from mindformers_core.operators.resolve import undivided
 from mindformers_core.program.graph import CallNode, match_arguments
+from mindformers_core.program.plan import Reason
 from mindformers_core.program.structure import tree_leaves
 from mindformers_core.propagation.boundaries import boundary_target, declared_inputs, declared_outputs
 from mindformers_core.propagation.operators import operator_plan, passes_gradient
@@ -185,7 +186,7 @@ class _OpenCall:
         self.decision.inside += own
         name = f"of operator '{node.attribute}' ({node.operator}) in {self.label}"
         wanted = [(value, layout) for value, layout in zip(made, asked.outputs or ()) if layout is not None]
-        self.cross([(value, layout, f"output {made.index(value)} {name}") for value, layout in wanted], ())
+        self.cross([(value, layout, Reason(f"{made.index(value)} {name}", "output")) for value, layout in wanted], ())
 
     def known_of(self, keys):
         """`free`, `trained` and `kept` of an `OperatorCall` of these tensors."""
@@ -215,8 +216,7 @@ class _OpenCall:
             raise type(error)(self.located(node, str(error))) from error
         ways = zip(signature.inputs, metas, plan.inputs)
         whys = [undivided(signature, dims, meta.layout, layout) for dims, meta, layout in ways]
-        reasons = [f"{node.operator}: {why}" if why else node.operator for why in whys]
-        return asked, plan, reasons, found.own
+        return asked, plan, [Reason(node.operator, undivided=why) for why in whys], found.own
 
     def located(self, node, text):
         """An error's text, extended by the Cell, the operator and the source line."""
@@ -279,7 +279,7 @@ class _OpenCall:
                 )
         values = tree_leaves((node.args, node.kwargs))
         for value in values:
-            self.take(self.key(value), self.run.replicated(value), f"{label}, which has a bprop of its own")
+            self.take(self.key(value), self.run.replicated(value), Reason(f"{label}, which has a bprop of its own"))
         flows = [self.decision.flows[self.key(value)] for value in values]
         flows += [TRAINED for use in uses.values() if use.trainable]
         outputs = tree_leaves(node.outputs)
@@ -297,15 +297,15 @@ class _OpenCall:
         results = tree_leaves(self.graph.result)
         for value, layout in zip(results, wanted or ()):
             if layout is not None and value.id not in fixed:
-                self.cross([(value, layout, f"result of {self.label}")], ())
+                self.cross([(value, layout, Reason(f"of {self.label}", "result"))], ())
         for value in results:
             key = self.key(value)
             layout = self.decision.current[key]
             reduced = layout.contiguous.replace(partial=(), varying=())
             if final and layout != reduced:
-                self.decision.forms[key].move(layout, reduced, f"result of {self.label}")
+                self.decision.forms[key].move(layout, reduced, Reason(f"of {self.label}", "result"))
                 self.decision.current[key] = reduced
-            self.take(key, self.decision.current[key], "result")
+            self.take(key, self.decision.current[key], Reason("", "result"))
 
     def finish(self, outside):
         """Choose the cheapest source of every required layout, and add up prices; callers share the keys `outside`."""

@@ -10,7 +10,7 @@ from math import prod
 from mindformers_core.operators.registry import register_operator
 from mindformers_core.operators.rules.dims import bound, parameters, per_dim
 from mindformers_core.operators.saved import INPUTS_AS_THEY_ARE, NOTHING, UNMEASURED, SavedByOperator
-from mindformers_core.operators.signature import Signature, is_float
+from mindformers_core.operators.signature import LocalCall, Signature, is_float
 
 _PAD_MODES = ("pad", "same", "valid")  # by the number that MindSpore gives them
 _ALIASES = {"group": "groups", "ksize": "kernel_size", "strides": "stride", "input": "x"}
@@ -25,7 +25,7 @@ class _Windows:
         long, short: factors of the dims of the image, and of the windows.
         sizes: of these factors.
         cut: the factors that can be sharded.
-        halos: as of a `Signature`, by place among the dims.
+        halos: as of a `LocalCall`, by place among the dims.
         padded: whether an algorithm is needed where a dim is cut: there is a halo, or padding at the image's edges.
     """
 
@@ -50,16 +50,18 @@ class _Windows:
 
     def signature(self, first, inputs, outputs, sizes, algorithm, localize, unpadded, **more):
         """The `Signature`: dims, from `first` on, that need borders are cut by an algorithm, `unpadded` by itself."""
+        halos = {first + place: halo for place, halo in self.halos.items()}
         if self.padded or algorithm == "halo_with_index":
             more["distributed"] = dict.fromkeys(self.cut, algorithm)
-            more["halos"] = {first + place: halo for place, halo in self.halos.items()}
 
         def localized(values, shapes):
             cut = self.padded and list(shapes[0][first:]) != self.counts
             return localize(values, shapes[0], unpadded if cut and more.get("distributed") else {})
 
         whole = frozenset(sizes | self.sizes) - {"n", "g", "c", "o", *self.cut} | more.pop("whole", set())
-        return Signature(inputs, outputs, sizes | self.sizes, whole=whole, localize=localized, **more)
+        return Signature(
+            inputs, outputs, sizes | self.sizes, whole=whole, local=LocalCall(None, localized, halos), **more
+        )
 
 
 def _pads(mode, pad, image, kernel, stride, dilation):

@@ -4,7 +4,7 @@ from functools import partial
 
 from mindformers_core.operators.registry import NO_GRADIENT, register_operator
 from mindformers_core.operators.rules.dims import unary
-from mindformers_core.operators.signature import Signature, TensorMeta
+from mindformers_core.operators.signature import LocalCall, Signature, TensorMeta
 
 _FACTS = {"draws": True, "gradient": NO_GRADIENT, "operations": 20}
 
@@ -23,11 +23,13 @@ def _drawn(run, shape, seed, offset, dtype, *bounds):
     if isinstance(shape, TensorMeta):
         plain = unary(shape)
         arguments = (shape, seed, offset, dtype, *bounds)
-        return Signature((*plain.inputs, *scalars), plain.outputs, plain.sizes, run=run, arguments=arguments)
+        return Signature((*plain.inputs, *scalars), plain.outputs, plain.sizes, run=run, local=LocalCall(arguments))
     sizes = {f"d{dim}": size for dim, size in enumerate(shape)}
     names = tuple((name,) for name in sizes)
     made = frozenset(() if run == "permutation" else sizes)
-    return Signature(scalars, (names,), sizes, run=run, arguments=(None, seed, offset, dtype, *bounds), made=made)
+    return Signature(
+        scalars, (names,), sizes, run=run, local=LocalCall((None, seed, offset, dtype, *bounds)), made=made
+    )
 
 
 def _fraction(run, shape, seed, offset, dtype=None, device=None):

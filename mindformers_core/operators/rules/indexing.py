@@ -4,12 +4,13 @@ from mindformers_core.operators.registry import register_operator
 from mindformers_core.operators.rules.dims import as_dim, dim_names, dim_sizes, equation, integers, unary
 from mindformers_core.operators.rules.elementwise import keeps_digits
 from mindformers_core.operators.saved import INDICES, INPUTS, INPUTS_AS_THEY_ARE, NOTHING, SECOND_RESULT
-from mindformers_core.operators.signature import Signature, TensorMeta, spelled, tensors_in
+from mindformers_core.operators.signature import LocalCall, Signature, TensorMeta, spelled, tensors_in
 
 # operators that give as many results as the values ask for: a capture has no shape for them, the eager engine runs them
 BY_VALUES = ("CTCGreedyDecoder", "MaskedSelect", "NonZero", "NonZeroExt", "SparseSegmentMean", "Unique", "Unique2")
 BY_VALUES += ("UniqueConsecutive", "UniqueDim")
 register_operator(*BY_VALUES, gather=True)
+_AS_IT_IS = LocalCall()
 
 
 def _lookup(params, indices, dim, batch_dims=0, algorithm="gather"):
@@ -24,7 +25,7 @@ def _lookup(params, indices, dim, batch_dims=0, algorithm="gather"):
     output = (*rows[:place], *looked_up[batch:], *rows[place + 1 :])
     sizes = dim_sizes(params) | dim_sizes(indices, "i")
     more = _summed(rows[place], None if params.dtype == "bool" else algorithm)
-    more |= {"linear": ({0},), "arguments": (params, indices, dim, batch_dims)}
+    more |= {"linear": ({0},), "local": LocalCall((params, indices, dim, batch_dims))}
     return Signature((rows, looked_up), (output,), sizes, **more)
 
 
@@ -53,8 +54,8 @@ def gather(params, input_indices, axis, batch_dims=0):
 
 
 def positional(*arguments):
-    """Localizes to these arguments, in the places where an algorithm finds them."""
-    return lambda args, shapes: arguments
+    """The local call with these arguments, in the places where an algorithm finds them."""
+    return LocalCall(localize=lambda args, shapes: arguments)
 
 
 @register_operator("IndexSelect", "DeprecatedIndexSelect", source=".index_select", **_LOOKUP)
@@ -79,7 +80,7 @@ def gather_elements(x, dim, index):
     place = as_dim(dim, x.ndim)
     found, sizes, whole = elements(x, place, index)
     more = _summed([f"d{place}"], None if x.dtype == "bool" else "gather_elements")
-    more |= {"whole": more.get("whole", frozenset()) | whole, "linear": ({0},), "localize": positional(x, dim, index)}
+    more |= {"whole": more.get("whole", frozenset()) | whole, "linear": ({0},), "local": positional(x, dim, index)}
     return Signature((dim_names(x), found), (found,), sizes, **more)
 
 
@@ -141,13 +142,13 @@ def one_hot(indices, depth, on_value=1, off_value=0, axis=-1):
 
 
 @register_operator("TopK", saves=SECOND_RESULT, algorithms=("top_k",))
-def top_k(x, k, dim=-1, localize=None):
+def top_k(x, k, dim=-1, local=_AS_IT_IS):
     """The `k` largest along `dim`, and their positions: those of all parts are compared where it is cut."""
     place = as_dim(dim, x.ndim)
     if not 0 <= integers((k,), "k")[0] <= x.shape[place]:
         raise ValueError(f"k={k} is more than dim {place} of {x.shape} has")
     more = {"distributed": {f"d{place}": "top_k"}} if k else {"whole": (place,)}
-    return _taken(x, place, k, True, localize=localize, **more)
+    return _taken(x, place, k, True, local=local, **more)
 
 
 @register_operator("TopkExt", saves=SECOND_RESULT, source=".topk", algorithms=("top_k",))
@@ -193,8 +194,8 @@ def cumulative_sum(x, *args, **named):
     plain = dict(zip(("dim", "dtype"), args)) | spelled(named, ("dim", "dtype"))
     dtype = plain.get("dtype")
     passes = dtype is None or isinstance(dtype, bool) or keeps_digits(dtype)  # a bool is CumSum's `exclusive`
-    order = positional(x, plain.get("dim"), dtype) if named else None
-    return _scan("cumsum", x, plain.get("dim"), linear=({0},) if passes else (), localize=order)
+    order = positional(x, plain.get("dim"), dtype) if named else _AS_IT_IS
+    return _scan("cumsum", x, plain.get("dim"), linear=({0},) if passes else (), local=order)
 
 
 @register_operator("CumProd", algorithms=("cumprod",))

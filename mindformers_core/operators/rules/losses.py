@@ -111,8 +111,8 @@ def negative_log_likelihood(logits, labels, weight, reduction="mean", ignore_ind
     reduction = _REDUCTIONS[reduction] if isinstance(reduction, int) else reduction
     examples = "n ..." if logits.ndim > 1 else ""
     text = f"{examples.replace('n', 'n c') or 'c'}, {examples}, c -> {examples * (reduction == 'none')}, "
-    localize = positional(logits, labels, weight, _REDUCTIONS.index(reduction), ignore_index)
-    plain = equation(text, logits, labels, weight, localize=localize)
+    local = positional(logits, labels, weight, _REDUCTIONS.index(reduction), ignore_index)
+    plain = equation(text, logits, labels, weight, local=local)
     return replace(plain, distributed=dict.fromkeys("c" if reduction == "sum" else plain.sizes, "likelihood"))
 
 

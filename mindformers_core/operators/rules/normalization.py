@@ -5,7 +5,7 @@ from functools import partial
 from mindformers_core.operators.registry import register_operator
 from mindformers_core.operators.rules.dims import as_dim, as_dims, bound, equation, parameters, unary
 from mindformers_core.operators.saved import RESULT, UNMEASURED, SavedByOperator
-from mindformers_core.operators.signature import Signature, tensors_in
+from mindformers_core.operators.signature import LocalCall, Signature, tensors_in
 
 
 def _normalised(x, start, parameters, statistics, parameter_start=None):
@@ -58,7 +58,7 @@ def group_norm(x, num_groups, weight=None, bias=None, eps=1e-5):
         return (args[0], shapes[1][1], *args[2:])
 
     planes = {f"d{dim}": "group_norm" for dim in range(x.ndim - 2)}
-    return equation(text, x, *given, sizes={"g": num_groups}, distributed=planes, localize=localize)
+    return equation(text, x, *given, sizes={"g": num_groups}, distributed=planes, local=LocalCall(localize=localize))
 
 
 @register_operator("AddRmsNorm", "AddLayerNormV2", operations=8)
@@ -80,7 +80,7 @@ def _softmax(algorithm, *args, **named):
     dims = as_dims(given["dim"], given["x"].ndim)
     localize = (lambda values, shapes: again(values, {})) if named else None  # by position, as algorithms take them
     sharded = {"distributed": {f"d{dims[0]}": algorithm}} if len(dims) == 1 else {"whole": dims}
-    return unary(given["x"], localize=localize, **sharded)
+    return unary(given["x"], local=LocalCall(localize=localize), **sharded)
 
 
 _OPERATIONS = {"operations": 5}  # maximum, subtract, exp, sum, divide

@@ -9,7 +9,7 @@ from mindformers_core.operators.registry import register_operator
 from mindformers_core.operators.rewrites import correction_given, dim_given, float_reduction
 from mindformers_core.operators.rules.dims import as_dim, as_dims, bound, equation, parameters, unary
 from mindformers_core.operators.rules.elementwise import keeps_digits
-from mindformers_core.operators.signature import tensors_in
+from mindformers_core.operators.signature import LocalCall, tensors_in
 
 _PLAIN, _INDEX, _LAST = "dim keepdim=False dtype", "dim keepdim=False", "dim=-1 keepdim=False"
 _SPREAD, _NORM = "dim correction keepdim=False", "ord=2 dim keepdim=False dtype"
@@ -101,14 +101,14 @@ def _reduce(operation, outputs, known, x, *args, **named):
     keepdim = bool(given.get("keepdim"))
     more = _algebra(operation, dims, x.ndim, given)
     if operation == "norm":
-        more["arguments"] = (x, given["ord"], dims, keepdim)
+        more["local"] = LocalCall((x, given["ord"], dims, keepdim))
     elif operation in _SPREADS:
-        more["arguments"] = (x, int(given["correction"] or 0), dims, keepdim)
+        more["local"] = LocalCall((x, int(given["correction"] or 0), dims, keepdim))
     elif by_method:
         along = next(iter(dims), None) if kind else dims
-        more["arguments"] = (x, along, keepdim)
+        more["local"] = LocalCall((x, along, keepdim))
     elif named and more.get("distributed") and operation != "mean":
-        more["localize"] = lambda values, shapes: again(values, {})  # by position, where the algorithm finds them
+        more["local"] = LocalCall(localize=lambda values, shapes: again(values, {}))  # by position, as algorithms do
     return unary(x, dict.fromkeys(dims, [()] * keepdim), outputs, **more)
 
 

@@ -20,7 +20,7 @@ from mindformers_core.operators.rules.dims import (
     unary,
 )
 from mindformers_core.operators.rules.indexing import check_indices, elements, positional
-from mindformers_core.operators.signature import Signature, TensorMeta, tensors_in, undivided
+from mindformers_core.operators.signature import LocalCall, Signature, TensorMeta, tensors_in, undivided
 
 _ADDS, _REPLACES = ("add", "sub", 1), ("none", 0, None)  # names and numbers of what is done with updates
 _EVERYTHING = saved.SavedByOperator("all", outputs=(0,), as_they_are=True)
@@ -74,7 +74,7 @@ def scatter_nd(indices, updates, shape):
     made = {f"d{dim}": size for dim, size in enumerate(shape)}
     return Signature(
         inputs, (tuple((name,) for name in made),), sizes | made, dict.fromkeys(counted, "sum"), frozenset({last}),
-        ({1},), localize=lambda args, shapes: (*args[:2], tuple(shapes[0])),
+        ({1},), local=LocalCall(localize=lambda args, shapes: (*args[:2], tuple(shapes[0]))),
     )  # fmt: skip
 
 
@@ -92,7 +92,7 @@ def scatter_add(x, dim, index, src):
 @register_operator("DeprecatedScatter", saves=_COPIES, source=".scatter", **_ALONG)
 def scatter(x, dim, index, src, reduce=0):
     """`out[i][index[i][j]] = src[i][j]` for `dim` 1."""
-    return _elements(x, dim, index, src, reduce, localize=positional(x, dim, index, src, *[reduce] * (reduce != 0)))
+    return _elements(x, dim, index, src, reduce, local=positional(x, dim, index, src, *[reduce] * (reduce != 0)))
 
 
 @register_operator("TensorScatterElements", saves=replace(_UPDATES, outputs=(0,)), rewrite=dim_before_indices, **_ALONG)

@@ -9,7 +9,7 @@ from mindformers_core.operators.registry import register_operator
 from mindformers_core.operators.rewrites import select_index, slice_one_dim
 from mindformers_core.operators.rules.dims import along, as_dim, dim_names, equation, integers, unary
 from mindformers_core.operators.saved import INPUTS_AS_THEY_ARE, NOTHING
-from mindformers_core.operators.signature import Signature, tensors_in
+from mindformers_core.operators.signature import LocalCall, Signature, tensors_in
 
 
 def _sliced(x, ranges, localize, kept=None):
@@ -18,7 +18,7 @@ def _sliced(x, ranges, localize, kept=None):
     Args:
         x: the tensor.
         ranges: dim -> the `range` of the positions taken; default: all.
-        localize: see `Signature`.
+        localize: see `LocalCall`.
         kept: for every dim of the result that of `x`, None for a new one of size 1; default: all.
     """
     names, kept = dim_names(x), range(x.ndim) if kept is None else kept
@@ -28,7 +28,7 @@ def _sliced(x, ranges, localize, kept=None):
     few = [] if x.dtype == "bool" else [dim for dim, taken in ranges.items() if 0 < 4 * len(taken) <= x.shape[dim]]
     whole = {dim for dim in range(x.ndim) if dim in ranges or dim not in kept}.difference(few)
     bounds = tuple((dim, taken.start, taken.stop, taken.step) for dim, taken in ranges.items())
-    more = {"distributed": {f"d{dim}": "slice" for dim in few}, "arguments": (x, bounds), "localize": localize}
+    more = {"distributed": {f"d{dim}": "slice" for dim in few}, "local": LocalCall((x, bounds), localize)}
     return unary(x, output, sizes=sizes, whole=whole, linear=({0},), **more)
 
 
@@ -143,7 +143,7 @@ def pad(x, padding, value=None):
     values, whole = tensors_in([value]), [dim for dim in halos if f"d{dim}" not in cut]
     inputs = dim_names(x), *((),) * len(values)
     plain, linear = unary(x, output, sizes=sizes, whole=whole), () if values or value not in (None, 0) else ({0},)
-    more = {"linear": linear, "distributed": cut, "halos": halos, "arguments": (x, value)}
+    more = {"linear": linear, "distributed": cut, "local": LocalCall((x, value), halos=halos)}
     return Signature(inputs, plain.outputs, plain.sizes, whole=plain.whole, **more)
 
 
