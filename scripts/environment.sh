@@ -86,11 +86,11 @@ make_venv() {
     esac
 }
 
-# install_package VENV: pip's own output goes to VENV/pip.log.
+# install_package VENV: pip's own output goes to VENV/pip.log. Python compiles what is imported, a third of all files.
 install_package() {
     local log=$1/pip.log
     echo "Installing mindformers_core into $1 (the first time MindSpore is downloaded: about 1.2 GB)"
-    "$1/bin/python" -m pip install --editable "$ROOT[test,plot,dev]" >"$log" 2>&1 </dev/null && return
+    "$1/bin/python" -m pip install --no-compile --editable "$ROOT[test,plot,dev]" >"$log" 2>&1 </dev/null && return
     tail -n 15 "$log" >&2
     fail "$(explain_pip_failure "$log") The whole output of pip: $log"
 }

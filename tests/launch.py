@@ -76,7 +76,7 @@ class CaseResult:
     peak_memory: int
 
 
-def run_ranks(world_size, script, *arguments, timeout=120, env=None, stop=None):
+def run_ranks(world_size, script, *arguments, timeout=120, env=None, stop=None, until=None):
     """Run a Python script on `world_size` ranks under msrun, and leave no process behind.
 
     Args:
@@ -85,6 +85,7 @@ def run_ranks(world_size, script, *arguments, timeout=120, env=None, stop=None):
         timeout: seconds until everything is killed.
         env: variables to add to the environment.
         stop: a `threading.Event`; once it is set, everything is killed.
+        until: `() -> bool`; once it holds, the launch has done its work, and nobody waits for msrun's scheduler to end.
 
     Returns:
         A `Launched`; whether the exit code is right is the caller's to check.
@@ -100,7 +101,7 @@ def run_ranks(world_size, script, *arguments, timeout=120, env=None, stop=None):
         with open(Path(folder) / "msrun.log", "w") as output:
             launcher = subprocess.Popen(command, env=variables, cwd=folder, stdout=output, stderr=output)
             try:
-                exit_code = _wait(launcher, start + timeout, Path(output.name), stop or threading.Event())
+                exit_code = _wait(launcher, start + timeout, Path(output.name), stop or threading.Event(), until)
             finally:
                 _kill_tree(launcher)
         logs = {rank: _read(Path(folder) / f"worker_{rank}.log") for rank in range(world_size)}
@@ -121,7 +122,11 @@ def run_cases(world_size, cases, case_timeout=300, stop=None):
         with tempfile.TemporaryDirectory(prefix="cases_") as folder:
             timeout = 60 + case_timeout * len(rest)
             env = {"TRUTHS": folder}  # where `truth.once` leaves what it computes
-            launched = run_ranks(world_size, WORKER, folder, case_timeout, *rest, timeout=timeout, env=env, stop=stop)
+            last = [Path(folder) / f"{len(rest) - 1}.{rank}.json" for rank in range(world_size)]
+            launched = run_ranks(
+                world_size, WORKER, folder, case_timeout, *rest, timeout=timeout, env=env, stop=stop,
+                until=lambda last=last: all(path.exists() for path in last),
+            )  # fmt: skip
             starting += launched.seconds
             for index, case in enumerate(rest):
                 reports = [_read(Path(folder) / f"{index}.{rank}.json") for rank in range(world_size)]
@@ -164,7 +169,7 @@ def free_port():
                 return port
 
 
-def _wait(launcher, deadline, log, stop):
+def _wait(launcher, deadline, log, stop, until):
     """Exit code of msrun, or None at the deadline or when stopped.
 
     1 once it says that a rank failed: its scheduler stays long.
@@ -172,6 +177,8 @@ def _wait(launcher, deadline, log, stop):
     while time.monotonic() < deadline and not stop.is_set():
         if launcher.poll() is not None:
             return launcher.returncode
+        if until is not None and until():
+            return 0
         if "exit with exception" in _read(log):
             return 1
         time.sleep(0.1)

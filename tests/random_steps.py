@@ -209,6 +209,7 @@ def check_recipe(seed):
     recomputed = one_of(
         random, ["false", "false", "true", "{select: ['*.mlp']}", "{select: ['*.SiLU', '*.core_attention']}"]
     )
+    rows = max(4, 2 * pp) if schedule == "dualpipe_v" else 4  # which takes two micro-batches, of one row, for each rank
     given = {
         "parallelism.data_parallel_replicate": replicas,
         "parallelism.data_parallel_shard": dp // replicas,
@@ -219,7 +220,8 @@ def check_recipe(seed):
         "parallelism.pipeline_parallel_interleave_num": SCHEDULES[schedule] if pp > 1 else 1,
         "parallelism.zero_level": one_of(random, [0, 1, 2, 3]) if dp > replicas else 0,
         "parallelism.zero_threshold_kb": one_of(random, [0, 1]),
-        "training.global_batch_size": 4 * dp * one_of(random, [1, 1, 2]),
+        "training.local_batch_size": rows,
+        "training.global_batch_size": rows * dp * one_of(random, [1, 1, 2]),
         "model.num_hidden_layers": max(2, stages),
         "model.tie_word_embeddings": bool(random.integers(2)),
         "model.num_key_value_heads": one_of(random, [2, 4]),

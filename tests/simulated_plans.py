@@ -102,9 +102,9 @@ def _operated(plan, path, inputs, hand, parameters, stored):
         kept = [() if set(names) & set(plan.signature.distributed) else cut for names, cut in zip(dims, layout.dims)]
         for step in plan_redistribution(layout, layout.replace(dims=kept), values[0].shape, "float32", CPU).steps:
             tensors[0] = run_forward(step, tensors[0])
-    if plan.signature.localize is not None:
+    if plan.signature.local.localize is not None:
         shapes = [layout.local_shape(value.shape) for value, layout in zip(tree_leaves(node.outputs), plan.outputs)]
-        args, kwargs = plan.signature.localize((*args, *kwargs.values()), shapes), {}
+        args, kwargs = plan.signature.local.localize((*args, *kwargs.values()), shapes), {}
     results = [{} for _ in plan.outputs]
     for rank in tensors[0]:
         rest = iter([tensor[rank] for tensor in tensors])

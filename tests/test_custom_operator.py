@@ -11,10 +11,22 @@ from mindspore import Parameter, Tensor, nn, ops
 from small_cells import cell_of
 from verified_calls import MESH, Sample, eager, verified
 
+from mindformers_core import verify
 from mindformers_core.communication.world import rank_of
+from mindformers_core.dtensor.corrected import OWN_FUNCTIONS
+from mindformers_core.dtensor.distributed_operators import ALGORITHMS as FUNCTIONS
 from mindformers_core.layout import layout
 from mindformers_core.mesh import init_device_mesh
-from mindformers_core.operators import elementwise, register_operator, registry, tensor_meta
+from mindformers_core.operators import (
+    Algorithm,
+    elementwise,
+    facts_of,
+    register_operator,
+    registered_operators,
+    registry,
+    tensor_meta,
+)
+from mindformers_core.operators.algorithms import ALGORITHMS
 from mindformers_core.recompute import list_operators, recompute
 from mindformers_core.tensor_parallel import custom_operator, explain, jit, programs, shard
 
@@ -92,13 +104,56 @@ def test_what_is_known_of_a_custom_operator(package):
 def test_an_operator_is_added_in_ten_lines(monkeypatch):
     """CONTRIBUTING's example: its rule is that of the package, and `verify` finds nothing, but needs the rule."""
     monkeypatch.setattr(registry, "_FACTS", {name: each for name, each in registry._FACTS.items() if name != "Padding"})
-    rule, test = [text for text in code_blocks(ROOT / "CONTRIBUTING.md", "python") if "add" in text]
+    rule, test = [text for text in code_blocks(ROOT / "CONTRIBUTING.md", "python") if "padd" in text]
     with pytest.raises(ValueError, match="'Padding' has no rule"):
         exec(test, {"__name__": "adding"})
     assert len(rule.split("\n\n\n")[1].splitlines()) <= 10
     exec(rule, {})
     exec(test, found := {"__name__": "adding"})
     assert found["check"].report().partition("\n")[0] in test and not found["check"].faults
+
+
+class _Centred(nn.Cell):
+    def __init__(self, centred_rows):
+        super().__init__()
+        self.centred_rows = centred_rows
+
+    def shard(self, config):
+        return {"x": layout("tp", None)}, None, None
+
+    def construct(self, x):
+        return ops.tanh(self.centred_rows(x))
+
+
+def test_an_algorithm_is_added_by_its_page(monkeypatch, tmp_path):
+    """CONTRIBUTING's example: `verify` runs it, and a rule that asks for another name, or hides one, is refused."""
+    monkeypatch.setattr(registry, "_FACTS", dict(registry._FACTS))
+    monkeypatch.setattr(registry, "_ALGORITHMS", dict(registry._ALGORITHMS))
+    (block,) = [text for text in code_blocks(ROOT / "CONTRIBUTING.md", "python") if "Centred" in text]
+    (tmp_path / "my_norms.py").write_text(block)
+    monkeypatch.syspath_prepend(tmp_path)
+    net, mesh = _Centred(__import__("my_norms").centred_rows), init_device_mesh((2,), ("tp",))
+    check = verify(net, mesh, X)
+    assert not check.faults and "verified: 19 tensors" in check.report()
+    with rank_of(2, 0):
+        told = explain(shard(net, mesh), tensor_meta((2, 8), "float32"))
+    assert "by the distributed algorithm 'centred' over tp: the sum of all parts' rows, then differences" in told
+    with pytest.raises(
+        ValueError, match=r"of operator 'Off' asks .* algorithm 'centered' \(did you mean 'centred'\?\)"
+    ):
+        register_operator("Off", algorithms=("centered",))(elementwise)
+    with pytest.raises(ValueError, match="a new name and a function, not Algorithm.name='mean'"):
+        registry.register_algorithm(Algorithm("mean", "again", function=print))
+    register_operator("Hides")(lambda x: elementwise(x, run="centred"))
+    with pytest.raises(ValueError, match=r"Hides\(.*its rule asks for \['centred'\]"):
+        registry.signature_of("Hides", [tensor_meta((4,), "float32")])
+
+
+def test_every_algorithm_has_a_record_a_function_and_a_rule():
+    declared = {name for operator in registered_operators("algorithms") for name in facts_of(operator).algorithms}
+    assert set(ALGORITHMS) == set(FUNCTIONS) == declared
+    own = [name for name in OWN_FUNCTIONS if facts_of(name).source or not facts_of(name).rule]
+    assert own == ["RandomState"]  # of a capture, not of a user
 
 
 RAGGED = np.random.default_rng(2).normal(size=(4, 8)).astype(np.float32)

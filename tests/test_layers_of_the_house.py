@@ -65,16 +65,8 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 350, 60
 MAX_FOLDER_FILES = 20
 MAX_PUBLIC_METHODS = 15
 MAX_MARKDOWN_COLUMNS = 120
-CONTAINERS = {"dict", "list", "set", "bytearray", "defaultdict", "OrderedDict", "Counter", "deque"}
-# Filled while modules are imported (decorators), and by users that register an operator of their own; never by a call.
-REGISTRIES = {"mindformers_core.operators.registry"}
-# Objects that live as long as the process, of classes of ours whose objects can change; each must say why it has to be.
-PROCESS_WIDE = {
-    ("mindformers_core.communication.world", "_PROCESS"),  # MindSpore's own communication is one for a process, too
-    # operators without state, which compiled source has to find under a name
-    ("mindformers_core.sharding.compiling", "choose_program"),
-    ("mindformers_core.sharding.whole_tensors", "check_whole"),
-}
+# public names that errors of `sharding` tell users to call
+ADVICE = {("sharding", "zero"), ("sharding", "tensor_parallel")}
 
 
 def module_name(path):
@@ -214,6 +206,37 @@ def test_front_door_needs_no_mindspore():
     assert done.returncode == 0, done.stderr
 
 
+def upward_strings(module, tree, names):
+    """`(line, name)` of the modules of higher floors that strings name; `names`: text -> module."""
+    own = FLOORS.index(floor(module))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            for word in re.findall(r"\w+(?:[./]\w+)+", node.value):
+                ends = [found.end() for found in re.finditer(r"\w+", word)]
+                other = next((names[word[:end]] for end in reversed(ends) if word[:end] in names), None)
+                advised = (floor(module), other and floor(other)) in ADVICE
+                if other and not advised and FLOORS.index(floor(other)) > own:
+                    yield node.lineno, other
+
+
+def test_no_string_names_a_higher_floor():
+    dotted = {module: module for module in MODULES if floor(module)}
+    short = {module.partition(".")[2]: module for module in dotted if module.count(".") > 1}
+    names = dotted | short | {f"{name.replace('.', '/')}.py": module for name, module in short.items()}
+    wrong = [
+        f"{MODULES[module].relative_to(ROOT)}:{line} names {other}"
+        for module in dotted
+        for line, other in upward_strings(module, parse(MODULES[module]), names)
+    ]
+    assert not wrong, "what a lower floor needs of a higher one is registered there by name:\n" + "\n".join(wrong)
+    for text in ("mindformers_core.dtensor.corrected.mish", "see `dtensor.corrected`", "dtensor/corrected.py"):
+        tree = ast.parse(f"def rule():\n    return {text!r}")
+        assert list(upward_strings("mindformers_core.operators.rules.fused", tree, names)) == [
+            (2, "mindformers_core.dtensor.corrected")
+        ]
+        assert not list(upward_strings("mindformers_core.capture.capture", tree, names))
+
+
 def test_every_public_name_exists():
     code = "import mindformers_core as core\nfor name in core.__all__: getattr(core, name)"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOG_v": "3"}
@@ -246,101 +269,6 @@ def test_lines_of_markdown_are_short(path):
     text = re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
     lines = [line for line in text.splitlines() if len(line) > MAX_MARKDOWN_COLUMNS and not line.startswith("|")]
     assert not lines, f"at most {MAX_MARKDOWN_COLUMNS} columns"
-
-
-def is_empty_container(value):
-    """Whether an expression makes a container that can only be meant to be filled later."""
-    if isinstance(value, (ast.List, ast.Set)):
-        return not value.elts
-    if isinstance(value, ast.Dict):
-        return not value.keys
-    if not isinstance(value, ast.Call):
-        return False
-    name = value.func.attr if isinstance(value.func, ast.Attribute) else getattr(value.func, "id", "")
-    empty = not value.args or all(isinstance(argument, ast.Name) for argument in value.args)
-    return name in CONTAINERS and empty and not value.keywords
-
-
-def test_no_module_level_state():
-    wrong = []
-    for module, path in MODULES.items():
-        tree = parse(path)
-        for node in tree.body:
-            container = isinstance(node, (ast.Assign, ast.AnnAssign)) and is_empty_container(node.value)
-            exports = isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__"
-            if container and not exports and module not in REGISTRIES:
-                wrong.append(f"{path.relative_to(ROOT)}:{node.lineno} {module}: an empty container to be filled later")
-        wrong += [
-            f"{path.relative_to(ROOT)}:{node.lineno} {module}: global {', '.join(node.names)}"
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Global)
-        ]
-    assert not wrong, "\n".join(wrong)
-
-
-def is_frozen(node):
-    """Whether a class's objects can't change: a frozen dataclass, a named tuple, or an enumeration."""
-    frozen = any(
-        isinstance(decorator, ast.Call)
-        and any(keyword.arg == "frozen" and getattr(keyword.value, "value", False) for keyword in decorator.keywords)
-        for decorator in node.decorator_list
-    )
-    return frozen or any(ast.unparse(base).split(".")[-1] in ("NamedTuple", "Enum", "IntEnum") for base in node.bases)
-
-
-def executed_calls(node):
-    """Calls that run when the statement does: not those in the bodies of functions and lambdas."""
-    if isinstance(node, ast.Call):
-        yield node
-    children = [] if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)) else [node]
-    for child in children:
-        for inner in ast.iter_child_nodes(child):
-            yield from executed_calls(inner)
-
-
-def mutable_objects(tree, mutable):
-    """`(line, name, class)` of the objects of `mutable` classes that a module or a class body keeps when imported."""
-    for node in ast.walk(tree):
-        body = node.body if isinstance(node, (ast.Module, ast.ClassDef)) else []
-        for statement in body:
-            if not isinstance(statement, (ast.Assign, ast.AnnAssign)) or statement.value is None:
-                continue
-            target = statement.targets[0] if isinstance(statement, ast.Assign) else statement.target
-            for call in executed_calls(statement.value):
-                made = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
-                if made in mutable:
-                    yield statement.lineno, ast.unparse(target), made
-
-
-def mutable_classes(trees):
-    """Names of the classes whose objects can change."""
-    return {
-        node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and not is_frozen(node)
-    }
-
-
-def test_no_module_level_objects_that_change():
-    mutable = mutable_classes(parse(path) for path in MODULES.values())
-    found = {
-        (module, name): f"{path.relative_to(ROOT)}:{line} {module}: {name} is a {made}, whose objects can change"
-        for module, path in MODULES.items()
-        for line, name, made in mutable_objects(parse(path), mutable)
-    }
-    wrong = [text for place, text in found.items() if place not in PROCESS_WIDE]
-    assert not wrong, "\n".join(wrong)
-    assert set(found) >= PROCESS_WIDE, f"no longer there: {PROCESS_WIDE - set(found)}"
-
-
-def test_objects_that_change_are_seen():
-    tree = ast.parse(
-        "@dataclass(frozen=True)\nclass Cost: pass\n"
-        "class State:\n    count = 0\n    inner = Other()\n"
-        "class Other: pass\n"
-        "CPU = Cost()\nSTATE: State = State()\nTABLE = {'dropout': parts.State().draw, 'later': lambda: State()}\n"
-        "def make():\n    state = State()\n    return state\n"
-    )
-    seen = sorted(name for _, name, _ in mutable_objects(tree, mutable_classes([tree])))
-    assert seen == ["STATE", "TABLE", "inner"]
 
 
 def test_the_tree_of_a_cell_is_asked_for():

@@ -177,10 +177,10 @@ def cut(tensor, layout):
 
 def on_ranks(call, signature, resolution, args, named, locals_, tensors):
     """Rank -> outputs of the local call; a stand-in for the algorithm where a distributed factor is cut."""
-    if signature.localize is not None:
+    if signature.local.localize is not None:
         outputs = zip(resolution.outputs, signature.outputs)
         shapes = [layout.local_shape(shape_of(signature, dims)) for layout, dims in outputs]
-        args, named = signature.localize((*args, *named.values()), shapes), {}
+        args, named = signature.local.localize((*args, *named.values()), shapes), {}
     special = [factor for factor in signature.distributed if resolution.axes_of.get(factor)]
     for factor in special:
         locals_ = [
@@ -283,7 +283,7 @@ def test_fused_attention_is_cut_along_batch_and_heads(layout):
     assert not resolution.price.communication and [r.dims for r in resolution.inputs] == [m.layout.dims for m in metas]
     outputs = zip(resolution.outputs, signature.output_shapes)
     local_shapes = [given.local_shape(shape) for given, shape in outputs]
-    local_args = signature.localize(args, local_shapes)
+    local_args = signature.local.localize(args, local_shapes)
     assert local_args[10] == 2
     with ms.DeviceCtx("meta"):
         tensors = [ms.Tensor(np.zeros(meta.local_shape, np.float16)) for meta in metas]

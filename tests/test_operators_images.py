@@ -306,7 +306,7 @@ from mindformers_core.operators import signature_of, tensor_meta
 for name, shapes, args in (("GridSampler2D", [(2, 4, 8, 8), (2, 6, 4, 2)], ()), ("GroupNorm", [(2, 4, 8, 8)], (2,)),
                            ("Conv2DExt", [(2, 4, 8, 8), (6, 4, 3, 3)], (None, 1, 1))):
     signature = signature_of(name, (*(tensor_meta(shape, "float32") for shape in shapes), *args))
-    print(list(signature.sizes), list(signature.distributed), list(signature.halos))
+    print(list(signature.sizes), list(signature.distributed), list(signature.local.halos))
 """
 
 

@@ -98,7 +98,10 @@ def test_projections_of_one_input_share_its_mark_through_all_levels():
     plan = propagate(graph, MESH, {0: layout("dp").bind(MESH, 2)}, weights)
     check_plan(plan)
     marks = [
-        (path, move.reason) for path, frame in plan.walk() for move in frame.redistributions if move.value.hint == "x"
+        (path, str(move.reason))
+        for path, frame in plan.walk()
+        for move in frame.redistributions
+        if move.value.hint == "x"
     ]
     assert marks == [("", "MatMul")], "in the root, once"
     assert plan.layouts[0] == layout("dp").bind(MESH, 2)

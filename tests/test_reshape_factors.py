@@ -1,13 +1,14 @@
 """Reshapes: the factors that two shapes have in common, and which shards may stay where they are."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from mindformers_core.layout import Layout
 from mindformers_core.mesh import init_device_mesh
-from mindformers_core.operators import OperatorCall, resolve, signature_of, tensor_meta
+from mindformers_core.operators import LocalCall, OperatorCall, resolve, signature_of, tensor_meta
 from mindformers_core.operators.rules.shape import common_factors
 from mindformers_core.redistribution import CPU
 
@@ -52,10 +53,23 @@ def shape_at_random(primes, rng):
     return tuple(math.prod(map(int, part)) for part in np.split(primes, cuts))
 
 
+@pytest.mark.parametrize(
+    "name, args", [("Reshape", ((2, 16),)), ("SumExt", ((0,), True)), ("ConstantPadND", ((1, 1),))]
+)
+def test_equal_calls_have_equal_mappings(name, args):
+    """Their local calls are functions and tensors of their own, and don't count."""
+    once, again, other = (
+        signature_of(name, [tensor_meta(shape, "float32"), *args]) for shape in ((4, 8), (4, 8), (8, 4))
+    )
+    assert once == again and once is not again and hash(once) == hash(again) and not once.differences(again)
+    assert once != other and "sizes" in once.differences(other)
+    assert once != replace(once, moves_only=not once.moves_only) and once == replace(once, local=LocalCall((1,)))
+
+
 def test_a_dim_that_is_cut_to_size_1_is_not_squeezed():
     layout = Layout.on(MESH, (("a", "b"), (), ()))
     x = tensor_meta((4, 1, 8), "float32", layout)
     signature = signature_of("Squeeze", [x])
     resolution = resolve(OperatorCall("Squeeze", signature, (x,), MESH, CPU))
     assert resolution.outputs == (Layout.on(MESH, (("a", "b"), ())),)
-    assert signature.localize([x], [(1, 8)]) == (x, (1,))
+    assert signature.local.localize([x], [(1, 8)]) == (x, (1,))

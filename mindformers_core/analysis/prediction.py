@@ -22,8 +22,8 @@ class Prediction:
 
     Args:
         frame: the root's `CellPlan`.
-        algorithm: function from the plan of an operator with a distributed algorithm to the algorithm's graph:
-            `mindformers_core.capture.algorithm_graph.algorithm_of`.
+        algorithm: function from the plan of an operator with a distributed algorithm to the algorithm's graph, as
+            `algorithm_of`, which captures it.
         arguments_need: whether gradients flow back to the root's arguments, of any dtype. They do if the differentiated
             function (`mindspore.value_and_grad`) has them as arguments, even for gradients of weights alone; they don't
             if it captures them from its scope.

@@ -9,6 +9,9 @@ from mindspore.ops.auto_generate import (
 )
 
 from mindformers_core.dtensor import halo
+from mindformers_core.dtensor.dropout import next_random_state
+from mindformers_core.dtensor.einsum import contract
+from mindformers_core.dtensor.lookups import embedding_rows
 
 _WITH_GRADIENT = (mstype.float16, mstype.float32, mstype.float64)
 
@@ -135,8 +138,14 @@ def from_real(x, sizes=None, dim=None, norm=None):
     return ops.conj(ops.rfftn(x, _per_dim(sizes), _per_dim(dim), _swapped(norm)))
 
 
-# Operators whose results or gradients MindSpore gets wrong on CPU, whatever they are given
-CORRECTED = frozenset(
-    ("BCEWithLogitsLoss", "ConstantPadND", "CumProd", "EmbeddingLookup", "FFTShift", "IFFTShift", "IndexAddExt", "Mish")
-    + ("NLLLoss", "Scatter", "HFFT", "HFFT2", "HFFTN", "IHFFT", "IHFFT2", "IHFFTN")
-)
+CORRECTED = {  # operators whose results or gradients MindSpore gets wrong on CPU, whatever they are given
+    "BCEWithLogitsLoss": binary_cross_entropy_of_logits,
+    **{"ConstantPadND": padded, "CumProd": cumulative_product, "EmbeddingLookup": embedding_rows, "Mish": mish},
+    **{"FFTShift": centered, "IFFTShift": decentered, "IndexAddExt": index_added, "Scatter": scattered},
+    **{"NLLLoss": negative_log_likelihood, "HFFT": to_real, "HFFT2": to_real, "HFFTN": to_real},
+    **{"IHFFT": from_real, "IHFFT2": from_real, "IHFFTN": from_real},
+}
+OWN_FUNCTIONS = CORRECTED | {  # and others that are called in the place of MindSpore's own
+    **{"CumulativeLogsumexp": log_cumulative_sum, "Einsum": contract, "Softmax": softmax},
+    "RandomState": next_random_state,
+}

@@ -13,6 +13,7 @@ from mindspore import Parameter, Tensor
 from mindformers_core.communication.world import process_state
 from mindformers_core.dtensor.aliases import check_current, is_view, share_memory, stale_plain
 from mindformers_core.dtensor.compositions import composed
+from mindformers_core.dtensor.corrected import OWN_FUNCTIONS
 from mindformers_core.dtensor.distributed_operators import run_locally, shard_context
 from mindformers_core.dtensor.dropout import WITHOUT_SEEDS
 from mindformers_core.dtensor.dtensor import DTensor, adopted, parameter_view, wrap
@@ -144,9 +145,7 @@ class _Program:
 
     def __init__(self, name, args, kwargs, attributes, tensors):
         self.name, self.given, self.attributes, self.metas = name, len(args), attributes, None
-        facts = facts_of(name)
-        is_repaired = facts.rewrite in REPAIRS or facts.source.startswith("mindformers_core.")
-        self.functions = {} if is_repaired else None
+        self.functions = {} if facts_of(name).rewrite in REPAIRS or name in OWN_FUNCTIONS else None
         self.mesh = mesh = _common_mesh(name, tensors)
         if is_in_place(name):
             raise TypeError(

@@ -5,8 +5,8 @@ operator and `args` hold local tensors. It consists of differentiable redistribu
 gradient. The distributed softmax and cross-entropy are those of Megatron-LM (arXiv 1909.08053, section 3): one maximum,
 one sum.
 
-An algorithm runs on tensors with values, or once on traced ones, to be recorded (`capture/algorithm_graph.py`). So its
-control flow never depends on values, and numbers of a rank come from `context` as tensors: all ranks need equal graphs.
+An algorithm runs on tensors with values, or once on traced ones, to be recorded as a graph. So its control flow never
+depends on values, and numbers of a rank come from `context` as tensors: all ranks need equal graphs.
 """
 
 import math
@@ -27,6 +27,7 @@ from mindformers_core.dtensor.scans import SCANS, finite_top
 from mindformers_core.dtensor.statistics import band, group_norm, norm, product, spread, trace, wide
 from mindformers_core.layout import Layout
 from mindformers_core.operators import TensorMeta
+from mindformers_core.operators.registry import algorithm_named
 from mindformers_core.operators.rules.dims import as_dims
 from mindformers_core.program.structure import Value, tree_fill, tree_leaves
 
@@ -46,7 +47,7 @@ class ShardContext:
         redistribute: `redistribute(local, source, target)` takes a local tensor from one layout to another.
         shift_along: `shift_along(local, mesh, axes, distance)` runs a `shift_step`.
         next_random_state: gives seed and offset of the next random draw.
-        halos: of the operator's `Signature`.
+        halos: of the operator's `LocalCall`.
         output: layout and global shape of the first result.
         float_dtype: of all random numbers with fractions; None: the one that the operator is given.
     """
@@ -305,7 +306,7 @@ def shard_context(plan, rank=None):
     given = plan.outputs[0].mesh, plan.cut_axes, plan.inputs, shapes, world().rank if rank is None else rank
     output = plan.outputs[0], plan.signature.output_shapes[0]
     move = partial(redistribute_local, model=plan.device_model)
-    return ShardContext(*given, halos=plan.signature.halos, output=output, redistribute=move)
+    return ShardContext(*given, halos=plan.signature.local.halos, output=output, redistribute=move)
 
 
 def run_locally(plan, tensors, operator, context):
@@ -316,13 +317,9 @@ def run_locally(plan, tensors, operator, context):
         operator: function of `(args, kwargs)` that calls the operator.
         context: the `ShardContext`; not used without an algorithm.
 
-    Raises:
-        ValueError: there is no algorithm of this name.
     """
     args, kwargs = tree_fill(plan.local_call, tensors, _TENSORS)
     if plan.algorithm is None:
         return operator(args, kwargs)
-    if plan.algorithm not in ALGORITHMS:
-        known = ", ".join(sorted(ALGORITHMS))
-        raise ValueError(f"a rule asks for the algorithm '{plan.algorithm}'; there are {known}")
-    return ALGORITHMS[plan.algorithm](lambda *local: operator(local, kwargs), args, context)
+    algorithm = algorithm_named(plan.algorithm).function or ALGORITHMS[plan.algorithm]
+    return algorithm(lambda *local: operator(local, kwargs), args, context)

@@ -46,7 +46,7 @@ def draw_whole(name, args, kwargs):
 
 def drawn_by(signature, given, context):
     """The result of a draw with a `Signature`, from the arguments of its operator, in a `ShardContext`."""
-    args, _ = signature.localized(given, {}, (), runs_algorithm=True)
+    args, _ = signature.local.localized(given, {}, (), runs_algorithm=True)
     return DISTRIBUTIONS[signature.run](None, tree_fill(args, tree_leaves(given, Tensor), TensorMeta), context)
 
 

@@ -21,6 +21,7 @@ from mindspore._c_expression import typing
 from mindspore.ops import Primitive, auto_generate
 from mindspore.ops.auto_generate import cpp_create_prim_instance_helper, gen_ops_prim, pyboost_inner_prim
 
+from mindformers_core.dtensor.corrected import OWN_FUNCTIONS
 from mindformers_core.operators import TensorMeta
 from mindformers_core.operators.registry import facts_of, rewritten
 from mindformers_core.operators.signature import spelled
@@ -35,7 +36,6 @@ _WORDS = {  # parameters that arrive as the numbers of words
     "indexing": ("ij", "xy"), "norm": ("backward", "forward", "ortho"), "interpolation_mode": ("bilinear", "nearest"),
     "padding_mode": ("zeros", "border", "reflection"), "input_layout": ("BSH", "BNSD", "SBH", "BSND", "TND", "TH"),
 }  # fmt: skip
-_RANDOM_STATE = "mindformers_core.dtensor.dropout.next_random_state"
 
 
 class NamedTensor(TensorMeta):
@@ -144,7 +144,7 @@ def node_source(node, args, kwargs, hint):
     kind = getattr(import_module(primitive.module), primitive.name)
     names = _parameters(kind.__call__, skipped=1) if "__call__" in vars(kind) else ()
     given = tuple(_constant(name, value) for name, value in zip((*names, *[""] * len(args)), args[: primitive.inputs]))
-    module, _, function = facts_of(primitive.name).source.rpartition(".")
+    module, _, function = source_of(primitive.name).rpartition(".")
     if module not in ("", "ops"):
         return _call(f"from {module} import {function}", None, function, given, named)
     constructor = f"{primitive.name}({', '.join(f'{key}={text}' for key, text in named.items())})"
@@ -253,10 +253,16 @@ def _written(value, name_of=None):
     return structure_text(value, lambda leaf: leaf if isinstance(leaf, str) else name_of(leaf))
 
 
+def source_of(name):
+    """The `source` of an operator (see `OperatorFacts`); that of a function of ours, if there is one."""
+    own = OWN_FUNCTIONS.get(name)
+    return facts_of(name).source if own is None else f"{own.__module__}.{own.__name__}"
+
+
 @cache
 def _form(name):
     """The `_Form` of an operator, or None."""
-    ready, source = _ready().get(name), _RANDOM_STATE if name == "RandomState" else facts_of(name).source
+    ready, source = _ready().get(name), source_of(name)
     named = _parsed(source)
     parameters = named if named is not None else _parameters(getattr(auto_generate, ready).__call__) if ready else None
     if source.startswith("."):

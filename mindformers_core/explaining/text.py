@@ -5,6 +5,7 @@ from textwrap import wrap
 from mindformers_core.explaining import wording
 from mindformers_core.explaining.wording import call_path, folded, note_shown, others_shown, sent_shown, step_shown
 from mindformers_core.hints import bytes_shown
+from mindformers_core.operators.registry import algorithm_named
 from mindformers_core.program.plan import OperatorPlan, Redistribution
 
 _WIDTH = 120
@@ -79,7 +80,8 @@ def _operator_lines(row, pad):
     lines += [f"{pad}  {row.whole}"] * bool(row.whole)
     if plan.algorithm is not None:
         over = f" over {', '.join(plan.cut_axes)}" if plan.cut_axes else ""
-        lines.append(f"{pad}  by the distributed algorithm '{plan.algorithm}'{over}")
+        text = algorithm_named(plan.algorithm).text
+        lines.append(f"{pad}  by the distributed algorithm '{plan.algorithm}'{over}: {text}")
         lines += [_arrow([step], f"{pad}  ") + "; backward: ".join(step_shown(step)) for step in row.steps]
     return lines
 

@@ -6,10 +6,9 @@ from keyword import iskeyword
 from mindspore import nn
 
 from mindformers_core.communication.communicator import collective_attributes
-from mindformers_core.dtensor.operator_source import node_source
+from mindformers_core.dtensor.operator_source import node_source, source_of
 from mindformers_core.generation.function_source import FunctionSource
 from mindformers_core.layout import Layout
-from mindformers_core.operators.registry import facts_of
 from mindformers_core.program.deferral import PRODUCTS, deferrals
 from mindformers_core.program.graph import OperatorNode
 from mindformers_core.program.naming import snake_case
@@ -254,5 +253,5 @@ def _unique(name, taken):
 def _imported_functions(frames):
     """The names of users' functions that the operators of frames call."""
     nodes = [node for frame in frames for node in frame.graph.nodes if isinstance(node, OperatorNode)]
-    sources = {facts_of(node.operator).source for node in nodes}
+    sources = {source_of(node.operator) for node in nodes}
     return {source.rpartition(".")[2] for source in sources if "(" not in source and source.find(".") > 0}

@@ -9,7 +9,7 @@ from sysconfig import get_path
 from mindformers_core.grouping import grouped
 from mindformers_core.program.name_ranges import ranges_shown
 
-LEFT_BEHIND = "left from another launch? unset MS_ROLE MS_WORKER_NUM MS_SCHED_HOST MS_SCHED_PORT RANK_ID"
+LEFT_BEHIND = "variables of another launch may be left: unset MS_ROLE MS_WORKER_NUM MS_SCHED_HOST MS_SCHED_PORT RANK_ID"
 _MOST_PLACES, _MOST_STACKS, _MOST_FRAMES = 9, 2, 4
 _LEAST_BUSY, _BUSIER = 0.05, 4  # CPU seconds for a second of a rank that computes; times those of one that waits
 _PLURALS = {"has": "have", "is": "are", "was": "were", "waits": "wait", "computes": "compute"}
@@ -36,7 +36,7 @@ def explain_hang(states, size=None):
         first = max(state.stack.index(own_frame(state.stack)) - 1, 0)  # the frame that the user's code calls
         lines += [f"    {frame}" for frame in dict.fromkeys((state.stack[0], *state.stack[first:]))][:_MOST_FRAMES]
     if any(state.state == "absent" for state in states):
-        lines.append(f"Where nobody started these ranks, the variables of a launch are {LEFT_BEHIND}")
+        lines.append(f"Where nobody started these ranks, {LEFT_BEHIND}")
     if size is not None and size > len(states):
         lines.append(f"{size - len(states)} more of {size} ranks are on other hosts, whose logs have their own places.")
     return "\n".join(lines)

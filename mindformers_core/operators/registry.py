@@ -1,4 +1,4 @@
-"""The records of operators: `register_operator("Name", …)` enters one, `facts_of` reads it. Pure Python."""
+"""The records of operators and of distributed algorithms: `register_…` enters one, `facts_of` reads it. Pure Python."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -6,12 +6,14 @@ from functools import cache
 from inspect import signature
 
 from mindformers_core.hints import nearest
+from mindformers_core.operators.algorithms import ALGORITHMS, Algorithm
 from mindformers_core.operators.saved import UNMEASURED, SavedByOperator
 from mindformers_core.operators.signature import spelled, tensors_in, undivided
 from mindformers_core.operators.views import INPUT_IF_OF_ITS_DTYPE, strided
 
 FLOWS, ZERO, NO_GRADIENT = "flows", "zero", "none"
 _FACTS: dict = {}  # the one registry: operator name -> its `OperatorFacts`
+_ALGORITHMS = dict(ALGORITHMS)  # name -> its `Algorithm`
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class OperatorFacts:
         rewrite: the operator to call instead: its name, or a function of `(name, args, kwargs)` that returns the same
             three.
         writes: whether it changes its first tensor, a Parameter, which therefore stays in the layout that it has.
+        algorithms: names of all distributed algorithms that its rule may ask for.
     """
 
     rule: Callable | None = None
@@ -58,6 +61,7 @@ class OperatorFacts:
     numbers: tuple = ()
     rewrite: Callable | str | None = None
     writes: bool = False
+    algorithms: tuple = ()
 
     @property
     def computes_nothing(self):
@@ -85,12 +89,19 @@ def register_operator(*names, **facts):
         facts: further attributes of their `OperatorFacts`.
 
     Raises:
-        ValueError: a name that already has a rule. TypeError: an unknown attribute.
+        ValueError: a name that already has a rule, or an algorithm that isn't registered. TypeError: an unknown
+            attribute.
     """
     known = [entry.name for entry in fields(OperatorFacts)][1:]
     for key in facts:
         if key not in known:
             raise TypeError(f"register_operator: unknown fact '{key}'{nearest(key, known)}; known: {', '.join(known)}")
+    for asked in facts.get("algorithms", ()):
+        if asked not in _ALGORITHMS:
+            raise ValueError(
+                f"the rule of operator '{names[0]}' asks for the distributed algorithm '{asked}'"
+                f"{nearest(asked, _ALGORITHMS)}: enter it with register_algorithm first"
+            )
 
     def enter(rule):
         for name in names:
@@ -101,6 +112,22 @@ def register_operator(*names, **facts):
         return rule
 
     return enter(None) if facts.get("decomposition") or facts.get("gather") else enter
+
+
+def register_algorithm(algorithm: Algorithm):
+    """Make an `Algorithm` with a `function` known to rules, by its name.
+
+    Raises:
+        ValueError: there is one of this name, or it has no function.
+    """
+    if algorithm.name in _ALGORITHMS or algorithm.function is None:
+        raise ValueError(f"a distributed algorithm needs a new name and a function, not {algorithm}")
+    _ALGORITHMS[algorithm.name] = algorithm
+
+
+def algorithm_named(name):
+    """The `Algorithm` of a name."""
+    return _ALGORITHMS[name]
 
 
 def registered_operators(fact="rule"):
@@ -157,7 +184,11 @@ def signature_of(name, args, kwargs=None, shapes=()):
             f"whole inputs, register_operator('{name}', gather=True), or write its rule, @register_operator('{name}')"
         )
     try:
-        return rule(*args, **spelled(kwargs or {}, _parameters(rule)))
+        found = rule(*args, **spelled(kwargs or {}, _parameters(rule)))
+        undeclared = found.algorithms.difference(facts_of(name).algorithms)
+        if undeclared:
+            raise ValueError(f"its rule asks for {sorted(undeclared)}, which register_operator's algorithms don't name")
+        return found
     except (ValueError, TypeError) as error:
         shown = ", ".join([*map(repr, args), *(f"{key}={value!r}" for key, value in (kwargs or {}).items())])
         raise type(error)(f"operator {name}({shown}): {error}") from error

@@ -14,11 +14,10 @@ from mindformers_core.grouping import grouped
 from mindformers_core.layout import Layout
 from mindformers_core.operators.choice import Choice, Resolution
 from mindformers_core.operators.computation import computation_seconds
-from mindformers_core.operators.registry import FLOWS, facts_of
+from mindformers_core.operators.registry import FLOWS, algorithm_named, facts_of
 from mindformers_core.placement import axes_in, entry_of, merged_entry, parts_of, split_entry
 from mindformers_core.redistribution import FREE, Price, redistribution_price
 
-_WITHOUT_POSITIONS = ("mean", "max", "min", "logsumexp", "softmax", "log_softmax", "softmax_cross_entropy")
 BACKWARD_WORK = 2  # operations of a gradient for one forward: a product has two, for its two inputs
 
 
@@ -90,7 +89,8 @@ def _may_stride(signature, factor):
     """Whether an operator computes the same on a strided factor: nothing in it depends on positions along the dim."""
     if signature.run is not None or any(factor in group for group in signature.joint):
         return False
-    return signature.distributed.get(factor) in (None, *_WITHOUT_POSITIONS)
+    name = signature.distributed.get(factor)
+    return name is None or not algorithm_named(name).by_position
 
 
 def undivided(signature, dims, source, target):

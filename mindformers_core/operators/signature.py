@@ -7,7 +7,8 @@ tables of pointwise operators.
 """
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
 from functools import cache, cached_property
 
 from mindformers_core.placement import axes_in
@@ -54,9 +55,42 @@ def is_float(dtype):
     return "float" in dtype or "complex" in dtype
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
+class LocalCall:
+    """How a rank calls an operator, where it doesn't with the arguments of the global call.
+
+    Attributes:
+        arguments: positional arguments of the distributed algorithm, where it doesn't call the operator, and so takes
+            others, also attributes of a primitive: a `TensorMeta` in the place of every tensor.
+        localize: `(arguments, local_output_shapes) -> arguments` where an argument depends on shapes (a reshape's
+            target). Its input is the positional arguments followed by the values of named ones; it returns positional
+            arguments only.
+        halos: dim of the first input whose windows reach beyond a part -> the numbers of elements that a part takes
+            from the one in front of it and from the one after it, and that pad the end of a dim that isn't sharded.
+    """
+
+    arguments: tuple | None = None
+    localize: Callable | None = None
+    halos: dict = field(default_factory=dict)
+
+    def localized(self, args, kwargs, shapes, runs_algorithm=False):
+        """The arguments of the local call, positional and named: those of the global call, or in their place others.
+
+        Args:
+            args, kwargs: of the global call.
+            shapes: the local shape of every output.
+            runs_algorithm: whether a distributed algorithm runs in the operator's place. Default: the operator runs.
+        """
+        if runs_algorithm and self.arguments is not None:
+            return self.arguments, {}
+        return (args, kwargs) if self.localize is None else (self.localize((*args, *kwargs.values()), shapes), {})
+
+
+@dataclass(frozen=True)
 class Signature:
     """The factor mapping of one operator call: the factors of every tensor dim, and the ways to shard them.
+
+    Two of them are equal where their mappings are, whatever their local calls.
 
     Attributes:
         inputs: for every tensor input (in order of appearance in the arguments) and every dim a tuple of factor
@@ -67,8 +101,8 @@ class Signature:
             such a factor is sharded, the outputs are partial.
         whole: factors that can't be sharded. A factor of no input is one of them unless it is `made`, since local
             inputs don't determine a rank's shard of it.
-        made: factors of no input that can be sharded, since `localize` gives the local call the local size, as of a
-            dim that is broadcast.
+        made: factors of no input that can be sharded, since the local call takes the local size, as of a dim that
+            is broadcast.
         linear: groups of inputs. Partial sums may pass through the operator where they come in through all inputs of
             one group (a replicated member is turned into a partial first): `({0, 1},)` for an addition,
             `({0}, {1})` for a product, which is linear in one argument at a time.
@@ -81,15 +115,9 @@ class Signature:
             along the others. A tensor that has several of them is cut along the first that it has; each output has one.
         offers: groups of factors, each a tuple, that an axis may cut although no input is cut so: the price decides.
         run: name of a distributed algorithm that always replaces the operator.
-        arguments: positional arguments of the distributed algorithm, where it doesn't call the operator, and so takes
-            others, also attributes of a primitive: a `TensorMeta` in the place of every tensor.
-        localize: `(arguments, local_output_shapes) -> arguments` where an argument depends on shapes (a reshape's
-            target). Its input is the positional arguments followed by the values of named ones; it returns positional
-            arguments only.
         moves_only: whether the operator only moves or copies elements: on a strided part it gives the same elements of
             the result, so that a dim that merges factors may be sharded along a minor one.
-        halos: dim of the first input whose windows reach beyond a part -> the numbers of elements that a part takes
-            from the one in front of it and from the one after it, and that pad the end of a dim that isn't sharded.
+        local: the `LocalCall`.
     """
 
     inputs: tuple
@@ -103,11 +131,9 @@ class Signature:
     joint: dict = field(default_factory=dict)
     offers: tuple = ()
     run: str | None = None
-    arguments: tuple | None = None
-    localize: object = None
     made: frozenset = frozenset()
     moves_only: bool = False
-    halos: dict = field(default_factory=dict)
+    local: LocalCall = field(default=LocalCall(), compare=False)
 
     def __post_init__(self):
         taken = {factor for dims in self.inputs for factors in dims for factor in factors}
@@ -115,7 +141,19 @@ class Signature:
         assert not self.made & taken, (self.made, self.inputs)
         made = [{factor for factors in dims for factor in factors} for dims in self.outputs]
         assert all(each.intersection(group) for each in made for group in self.joint), (self.joint, self.outputs)
-        object.__setattr__(self, "whole", self.whole | (given - taken - self.made))
+        object.__setattr__(self, "whole", frozenset(self.whole) | (given - taken - self.made))
+
+    def __hash__(self):
+        return hash((self.inputs, self.outputs, frozenset(self.sizes.items()), self.whole, self.run))
+
+    def differences(self, other):
+        """The names of the attributes in which another mapping differs."""
+        return [each.name for each in fields(self) if each.compare and vars(self)[each.name] != vars(other)[each.name]]
+
+    @property
+    def algorithms(self):
+        """The names of all distributed algorithms that it may ask for."""
+        return {*self.distributed.values(), *self.joint.values(), self.run} - {None}
 
     def joint_axes(self, axes_of):
         """Group of `joint` -> the mesh axes that cut all its factors, where `axes_of` says which axes cut a factor."""
@@ -124,18 +162,6 @@ class Signature:
             first, *others = (axes_in(axes_of.get(factor, ())) for factor in group)
             found[group] = tuple(axis for axis in first if all(axis in axes for axes in others))
         return {group: axes for group, axes in found.items() if axes}
-
-    def localized(self, args, kwargs, shapes, runs_algorithm=False):
-        """The arguments of the local call, positional and named: those of the global call, or in their place others.
-
-        Args:
-            args, kwargs: of the global call.
-            shapes: the local shape of every output.
-            runs_algorithm: whether a distributed algorithm runs in the operator's place. Default: the operator runs.
-        """
-        if runs_algorithm and self.arguments is not None:
-            return self.arguments, {}
-        return (args, kwargs) if self.localize is None else (self.localize((*args, *kwargs.values()), shapes), {})
 
     @cached_property
     def output_shapes(self):

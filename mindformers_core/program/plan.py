@@ -12,6 +12,24 @@ from mindformers_core.program.graph import match_arguments
 from mindformers_core.program.structure import tree_leaves
 
 
+@dataclass(frozen=True)
+class Reason:
+    """What a tensor is redistributed for: its first consumer; as text, for a reader.
+
+    Attributes:
+        name: `"MatMul"`, `"'x' of Cell 'mlp'"`.
+        kind: `"input"`, `"output"` or `"result"` of what is named; "" where that takes the tensor.
+        undivided: why a dim can't stay sharded, where the mesh axes don't divide its size; else an empty string.
+    """
+
+    name: str
+    kind: str = ""
+    undivided: str = ""
+
+    def __str__(self):
+        return f"{self.kind} {self.name}".strip() + f": {self.undivided}" * bool(self.undivided)
+
+
 @dataclass(frozen=True, eq=False)
 class Redistribution:
     """One redistribution of one tensor, shared by all later consumers.
@@ -20,7 +38,7 @@ class Redistribution:
         value: the `Value`, of the plan's graph.
         source, target: the layouts before and after.
         steps: the `Step`s of the cheapest way between them; may be empty.
-        reason: the first consumer, for a reader: `"input 'x' of Cell 'mlp'"`, `"MatMul"`.
+        reason: the `Reason`, the first consumer.
         gradient: whether a gradient flows back through the redistribution in training: the tensor depends on a
             trainable parameter. Otherwise the backward collectives run only if the gradient of an input is requested.
     """
@@ -29,7 +47,7 @@ class Redistribution:
     source: Layout
     target: Layout
     steps: tuple
-    reason: str
+    reason: Reason
     gradient: bool
 
     frame = None
@@ -39,11 +57,6 @@ class Redistribution:
         """Its layouts and steps, for reports."""
         steps = ", ".join(f"{step.kind} over {' and '.join(step.axes)}" for step in self.steps) or "nothing to do"
         return f"{self.source} -> {self.target} by {steps}"
-
-    @property
-    def undivided(self):
-        """Why a dim can't stay sharded, where the mesh axes don't divide its size; else an empty string."""
-        return self.reason.partition(": ")[2]
 
     @property
     def consumed(self):
@@ -110,7 +123,7 @@ class OperatorPlan(_NodePlan):
     def local_call(self):
         """The arguments of a rank's call, `(args, kwargs)`: those of the node, or those that its signature gives."""
         args, kwargs, algorithm = self.node.args, self.node.kwargs, self.algorithm
-        call = self.signature.localized(args, kwargs, self.local_shapes, algorithm is not None)
+        call = self.signature.local.localized(args, kwargs, self.local_shapes, algorithm is not None)
         is_same = algorithm is None and (*call[0], *call[1].values()) == (*args, *kwargs.values())
         return (args, kwargs) if is_same else call
 

@@ -11,7 +11,7 @@ def through_algorithm(plan, algorithm, given, constant, part):
     Args:
         plan: an `OperatorPlan` that has an `algorithm`.
         algorithm: function from the plan to the `CellGraph` and, for each node, the `Step`s of a redistribution or
-            None: `capture.algorithm_graph.algorithm_of`.
+            None: `algorithm_of`, which captures it.
         given: what stands for the tensors that the operator takes, in order.
         constant: function of a `Constant` that returns what stands for it.
         part: function of a node, its `Step`s or None, and what stands for its inputs, a list, that returns what stands
@@ -23,7 +23,7 @@ def through_algorithm(plan, algorithm, given, constant, part):
     if algorithm is None:
         raise ValueError(
             f"operator {plan.node.operator} ({plan.node.source}) runs the distributed algorithm '{plan.algorithm}' "
-            f"over {', '.join(plan.cut_axes)}: pass algorithm=algorithm_of (mindformers_core.capture.algorithm_graph)"
+            f"over {', '.join(plan.cut_axes)}: pass algorithm=, the function `algorithm_of` that captures its graph"
         )
     graph, steps = algorithm(plan)
     held = {use.value.id: constant(use) for use in graph.constants}

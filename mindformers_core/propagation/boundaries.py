@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from mindformers_core.hints import nearest
 from mindformers_core.layout import bind_layout
 from mindformers_core.program.free_variables import own_result
+from mindformers_core.program.plan import Reason
 from mindformers_core.program.structure import Value, tree_map
 
 
@@ -77,7 +78,7 @@ def no_tensor(name, declared, value):
 
 
 def declared_inputs(graph, declaration):
-    """Pairs (Value, declared layout, name of the tensor) of a call's arguments; a tensor's first declaration counts."""
+    """`(Value, declared layout, Reason that names it)` of a call's arguments; a tensor's first declaration counts."""
     if declaration is None:
         return []
     arguments = [(name, graph.arguments.get(name)) for name in declaration.inputs]
@@ -85,7 +86,7 @@ def declared_inputs(graph, declaration):
 
 
 def declared_outputs(graph, declaration):
-    """Pairs (Value, declared layout, name of the tensor) of a call's results; a tensor's first declaration counts.
+    """`(Value, declared layout, Reason that names it)` of a call's results; a tensor's first declaration counts.
 
     Raises:
         ValueError: a layout is declared for an output that doesn't exist.
@@ -106,7 +107,7 @@ def _declared(graph, structures, layouts, what):
         if declared is None:
             continue
         shown = f"'{key}'" if what == "input" else repr(key)
-        name = f"{what} {shown} of {graph.label}"
+        name = Reason(f"{shown} of {graph.label}", what)
 
         def enter(leaf, declared=declared, name=name):
             if isinstance(leaf, Value):

@@ -13,8 +13,6 @@ from mindformers_core.propagation.operators import local_call_shapes, operator_s
 from mindformers_core.redistribution.striding import merge_dims
 from mindformers_core.redistribution.transitions import SearchSpace, transitions
 
-_SIGNATURE = ("inputs", "outputs", "sizes", "reduced", "whole", "linear", "added", "distributed", "run", "made")
-
 
 class PlanError(RuntimeError):
     """A plan that contradicts itself or the rules of its operators: a defect of this package, never of a model."""
@@ -198,9 +196,8 @@ class _PlanCheck:
         self.produce(node, plan.outputs)
         if shapes not in (None, plan.local_shapes):
             self.fault(f"gives local shapes {shapes}, where {plan.local_shapes} are the parts")
-        for name in _SIGNATURE:
-            if getattr(signature, name) != getattr(plan.signature, name):
-                self.fault(f"has another rule: '{name}'")
+        for name in signature.differences(plan.signature):
+            self.fault(f"has another rule: '{name}'")
         runs = algorithm_of(node.operator, signature, plan.axes_of)
         if runs != (plan.algorithm, plan.cut_axes):
             self.fault(f"runs {plan.algorithm}, where {runs[0]} is needed")

@@ -9,6 +9,7 @@ from functools import partial
 from mindformers_core.operators import OperatorCall, facts_of, is_float, tensor_meta
 from mindformers_core.operators.resolve import undivided
 from mindformers_core.program.graph import CallNode, match_arguments
+from mindformers_core.program.plan import Reason
 from mindformers_core.program.structure import tree_leaves
 from mindformers_core.propagation.boundaries import boundary_target, declared_inputs, declared_outputs
 from mindformers_core.propagation.operators import operator_plan, passes_gradient
@@ -166,53 +167,56 @@ class _OpenCall:
 
     def operate(self, node, place):
         """Decide an operator."""
-        values = tree_leaves((node.args, node.kwargs))
+        values, made = self.run.tensors(node)
         keys = [self.key(value) for value in values]
-        try:
-            signature = self.run.signature(node)
-            metas = tuple(map(self.meta, values))
-            declared = self.declared(node, signature, metas)
-            if facts_of(node.operator).writes:
-                metas = metas[0], *(tensor_meta(meta.shape, meta.dtype, meta.layout, True) for meta in metas[1:])
-                if keys[0] not in self.free:
-                    declared = (metas[0].layout, *(None,) * (len(metas) - 1)), None
-            asked = self.asked(node, signature, metas, keys, declared)
-            found = self.run.resolve(node, asked, self.choices.get(place))
-            plan = operator_plan(node, asked, found)
-        except _LOCATED as error:
-            raise type(error)(self.located(node, str(error))) from error
-        for key, layout, dims in zip(keys, plan.inputs, signature.inputs):
-            why = undivided(signature, dims, self.decision.current[key], layout)
-            self.take(key, layout, f"{node.operator}: {why}" if why else node.operator)
+        metas = tuple(map(self.meta, values, keys))
+        free, trained, kept = self.known_of(keys)
+        call, choice = (id(node), metas, free, trained, kept), self.choices.get(place)
+        asked, plan, reasons, own = self.run.operator((*call, choice), lambda: self.planned(node, *call[1:], choice))
+        for key, layout, reason in zip(keys, plan.inputs, reasons):
+            self.take(key, layout, reason)
         flow = operator_flow(node, [self.decision.flows[key] for key in keys])
-        made = tree_leaves(node.outputs)
         for value, layout in zip(made, plan.outputs, strict=True):
             self.enter(value.id, value, layout, gradient_flow(value, flow))
         if keys and self.decision.weights.issuperset(keys):
             self.decision.weights |= {value.id for value in made}
-        plan = replace(plan, outputs=tuple(self.decision.current[value.id] for value in made))  # as entered
-        self.decision.entries.append(plan)
+        outputs = tuple(self.decision.current[value.id] for value in made)  # as entered
+        self.decision.entries.append(plan if outputs == plan.outputs else replace(plan, outputs=outputs))
         self.decision.asked.append(asked)
-        self.decision.inside += found.own
+        self.decision.inside += own
         name = f"of operator '{node.attribute}' ({node.operator}) in {self.label}"
         wanted = [(value, layout) for value, layout in zip(made, asked.outputs or ()) if layout is not None]
-        self.cross([(value, layout, f"output {made.index(value)} {name}") for value, layout in wanted], ())
+        self.cross([(value, layout, Reason(f"{made.index(value)} {name}", "output")) for value, layout in wanted], ())
 
-    def asked(self, node, signature, metas, keys, declared):
-        """The `OperatorCall` of an operator."""
-        free, trained = (
-            frozenset(place for place, key in enumerate(keys) if is_one(key))
-            for is_one in (self.free.__contains__, lambda key: self.decision.flows[key] == TRAINED)
-        )
-        kept = tuple(
-            (self.run.weight_axes if key in self.decision.weights else self.run.batch_axes).intersection(
-                *[{axis for axes in self.decision.current[key].axes for axis in axes}]
-            )
-            for key in keys
-        )
-        dtypes = tuple(value.dtype for value in tree_leaves(node.outputs))
-        mesh, model, price = self.run.mesh, self.run.device_model, partial(self.run.algorithm_price, node)
-        return OperatorCall(node.operator, signature, metas, mesh, model, dtypes, *declared, free, trained, kept, price)
+    def known_of(self, keys):
+        """`free`, `trained` and `kept` of an `OperatorCall` of these tensors."""
+        free = frozenset(place for place, key in enumerate(keys) if key in self.free)
+        trained = frozenset(place for place, key in enumerate(keys) if self.decision.flows[key] == TRAINED)
+        axes = (self.run.weight_axes if key in self.decision.weights else self.run.batch_axes for key in keys)
+        cut = ({axis for axes in self.decision.current[key].axes for axis in axes} for key in keys)
+        return free, trained, tuple(each & here for each, here in zip(axes, cut))
+
+    def planned(self, node, metas, free, trained, kept, choice):
+        """An operator's `OperatorCall` and `OperatorPlan`, why its inputs have their layouts, and its own `Price`."""
+        run = self.run
+        try:
+            signature = run.signature(node)
+            declared = self.declared(node, signature, metas)
+            given = metas
+            if facts_of(node.operator).writes:
+                given = metas[0], *(tensor_meta(meta.shape, meta.dtype, meta.layout, True) for meta in metas[1:])
+                if 0 not in free:
+                    declared = (metas[0].layout, *(None,) * (len(metas) - 1)), None
+            dtypes = tuple(value.dtype for value in run.tensors(node)[1])
+            known = *declared, free, trained, kept, partial(run.algorithm_price, node)
+            asked = OperatorCall(node.operator, signature, given, run.mesh, run.device_model, dtypes, *known)
+            found = run.resolve(asked, choice)
+            plan = operator_plan(node, asked, found)
+        except _LOCATED as error:
+            raise type(error)(self.located(node, str(error))) from error
+        ways = zip(signature.inputs, metas, plan.inputs)
+        whys = [undivided(signature, dims, meta.layout, layout) for dims, meta, layout in ways]
+        return asked, plan, [Reason(node.operator, undivided=why) for why in whys], found.own
 
     def located(self, node, text):
         """An error's text, extended by the Cell, the operator and the source line."""
@@ -230,9 +234,8 @@ class _OpenCall:
         where = f"{self.label}, operator '{node.attribute}' ({node.operator})"
         return declared_layouts(operator, signature, metas, self.run.mesh, where)
 
-    def meta(self, value):
+    def meta(self, value, key):
         """The `TensorMeta` of a Value as operators receive the tensor."""
-        key = self.key(value)
         constant = self.decision.flows[key] == NOTHING
         return tensor_meta(value.shape, value.dtype, self.decision.current[key], constant)
 
@@ -276,7 +279,7 @@ class _OpenCall:
                 )
         values = tree_leaves((node.args, node.kwargs))
         for value in values:
-            self.take(self.key(value), self.run.replicated(value), f"{label}, which has a bprop of its own")
+            self.take(self.key(value), self.run.replicated(value), Reason(f"{label}, which has a bprop of its own"))
         flows = [self.decision.flows[self.key(value)] for value in values]
         flows += [TRAINED for use in uses.values() if use.trainable]
         outputs = tree_leaves(node.outputs)
@@ -294,15 +297,15 @@ class _OpenCall:
         results = tree_leaves(self.graph.result)
         for value, layout in zip(results, wanted or ()):
             if layout is not None and value.id not in fixed:
-                self.cross([(value, layout, f"result of {self.label}")], ())
+                self.cross([(value, layout, Reason(f"of {self.label}", "result"))], ())
         for value in results:
             key = self.key(value)
             layout = self.decision.current[key]
             reduced = layout.contiguous.replace(partial=(), varying=())
             if final and layout != reduced:
-                self.decision.forms[key].move(layout, reduced, f"result of {self.label}")
+                self.decision.forms[key].move(layout, reduced, Reason(f"of {self.label}", "result"))
                 self.decision.current[key] = reduced
-            self.take(key, self.decision.current[key], "result")
+            self.take(key, self.decision.current[key], Reason("", "result"))
 
     def finish(self, outside):
         """Choose the cheapest source of every required layout, and add up prices; callers share the keys `outside`."""
@@ -312,6 +315,8 @@ class _OpenCall:
                 decision.inside += entry.decision.inside
         shared = FREE
         for key, forms in decision.forms.items():
+            if not forms.moves:
+                continue
             price = partial(self.run.redistribution_price, decision.values[key], decision.flows[key] == TRAINED)
             forms.route(price)
             if key in outside:

@@ -36,8 +36,8 @@ def local_call_shapes(plan):
     for value, layout in zip(tree_leaves((node.args, node.kwargs)), plan.inputs):
         metas.append(tensor_meta(layout.local_shape(value.shape), value.dtype, None, value.constant))
     arguments = node.args, node.kwargs
-    if plan.signature.localize is not None:  # else a wrong plan may have no local shapes
-        arguments = plan.signature.localized(*arguments, plan.local_shapes)
+    if plan.signature.local.localize is not None:  # else a wrong plan may have no local shapes
+        arguments = plan.signature.local.localized(*arguments, plan.local_shapes)
     return call_shapes(node, *tree_fill(arguments, metas, (Value, TensorMeta)))
 
 

@@ -112,7 +112,7 @@ class Propagation:
         self._declarations = declarations
         self._below = _by_ancestor(declarations)
         self._decisions, self._improved, self._plans = {}, {}, {}
-        self._signatures, self._resolutions, self._algorithms = {}, {}, {}
+        self._signatures, self._tensors, self._operators, self._algorithms = {}, {}, {}, {}
 
     def declaration(self, path):
         """The `Declaration` of a Cell, or None."""
@@ -172,6 +172,16 @@ class Propagation:
         """The `Signature` of an operator."""
         return _once(self._signatures, id(node), lambda: operator_signature(node))
 
+    def tensors(self, node):
+        """The Values that an operator takes, and those that it makes."""
+        return _once(
+            self._tensors, id(node), lambda: (tree_leaves((node.args, node.kwargs)), tree_leaves(node.outputs))
+        )
+
+    def operator(self, call, make):
+        """What `make()` gives for an operator's call with a choice, shared by equal ones."""
+        return _once(self._operators, call, make)
+
     def algorithm_price(self, node, asked, found):
         """The `Price` of the steps of the distributed algorithm of a `Resolution` of an operator."""
         if self.algorithm is None:
@@ -182,13 +192,10 @@ class Propagation:
         )
         return steps_price([(step, gradient and bool(asked.trained)) for step, gradient in steps], self.device_model)
 
-    def resolve(self, node, asked, choice):
+    def resolve(self, asked, choice):
         """The `Resolution` of an `OperatorCall`: that of a `Choice` where it is possible, else the cheapest."""
         again = None if choice is None else resolved(asked, choice)
-        if again is not None:
-            return again
-        key = id(node), asked.metas, asked.inputs, asked.outputs, asked.free, asked.trained, asked.kept
-        return _once(self._resolutions, key, lambda: resolve(asked))
+        return resolve(asked) if again is None else again
 
     def place(self, decision, passed, lifted):
         """The `CellPlan` of a call, shared by identical calls; see `insert_redistributions`."""

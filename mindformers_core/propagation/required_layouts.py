@@ -56,9 +56,10 @@ class RequiredLayouts:
         Args:
             price: `(source, target) -> Price`.
         """
-        needed = [layout for layout in self.moves if layout in self.needed()]
+        needed = self.needed() if len(self.moves) > 1 else ()
         if len(needed) < 2:
             return
+        needed = [layout for layout in self.moves if layout in needed]
         for target in needed:
             source, reason = self.moves[target]
             for other in (self.first, *needed):

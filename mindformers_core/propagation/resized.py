@@ -18,8 +18,6 @@ from mindformers_core.program.structure import DType, Value, shown, tree_leaves
 from mindformers_core.propagation.operators import operator_signature
 from mindformers_core.redistribution import plan_redistribution
 
-_RULE = ("inputs", "outputs", "reduced", "whole", "linear", "added", "distributed", "run", "made")
-
 
 def resized(frame, graph, dropped=frozenset(), mesh=None):
     """The plan `frame` for another graph.
@@ -126,9 +124,8 @@ class _Resizing:
             return None
         if isinstance(entry, OperatorPlan):
             new = self._operator(entry, node, operator_signature(node))
-            rules = [[getattr(each.signature, name) for name in _RULE] for each in (entry, new)]
             several = [[[size > 1 for size in shape] for shape in each.local_shapes] for each in (entry, new)]
-            if rules[0] != rules[1] or several[0] != several[1]:
+            if entry.signature.differences(new.signature) not in ([], ["sizes"]) or several[0] != several[1]:
                 raise ValueError(f"{self.graph.label} has another rule for '{node}', or one local element of a dim")
             return new
         key = entry.frame, node.graph.key, _below(self.dropped, entry.node.child)

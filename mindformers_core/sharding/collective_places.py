@@ -56,7 +56,7 @@ def _consumer(frame, place, entry):
     if not isinstance(entry, Redistribution):
         reason, node = entry.node.operator, entry.node
     else:
-        reason = "output" if entry.reason.startswith("output ") else entry.reason
+        reason = "output" if entry.reason.kind == "output" else entry.reason
         later, moved = frame.instructions[place + 1 :], (entry.value, entry.target)
         later = [other for other in later if not isinstance(other, Redistribution)]
         consumers = (other.node for other in later if moved in (*other.consumed, *getattr(other, "lifted", ())))

@@ -12,6 +12,7 @@ once from its own generator and forgets the initializer.
 
 import math
 from hashlib import blake2b
+from inspect import unwrap
 
 import mindspore as ms
 import numpy as np
@@ -35,21 +36,23 @@ _QUANTILES = {
 }
 
 
-def initializer_of(parameter):
-    """The `Initializer` that a parameter was declared with, or None where it has values already.
+def initializers(cell):
+    """`(path, parameter, Initializer)` of all parameters; in its place None where a parameter has values already.
 
     Raises:
         ValueError: a parameter on the meta device that was made from values: they are lost.
     """
-    if parameter.has_init:
-        return parameter.init
-    if parameter.is_meta:
-        raise ValueError(
-            f"parameter '{parameter.name}' of shape {tuple(parameter.shape)} is on the meta device without an "
-            "initializer; its values are lost. Declare it as Parameter(initializer(Normal(0.02), shape, dtype)), or "
-            "build it on another device"
-        )
-    return None
+    owners = {id(own): type(each) for _, each in cell.cells_and_names() for own in each.get_parameters(expand=False)}
+    for path, parameter in cell.parameters_and_names():
+        if parameter.is_meta and not parameter.has_init:
+            owner = owners[id(parameter)]
+            made = unwrap(owner.__init__).__code__
+            raise ValueError(
+                f"{path}: parameter '{parameter.name}' of {owner.__name__} ({made.co_filename}:{made.co_firstlineno}), "
+                f"shape {tuple(parameter.shape)}, is on the meta device without an initializer; its values are lost. "
+                "Declare it as Parameter(initializer(Normal(0.02), shape, dtype)), or build it on another device"
+            )
+        yield path, parameter, parameter.init if parameter.has_init else None
 
 
 def draw_slice(initializer, global_shape, slices, seed, path, dtype=np.float32):
@@ -107,10 +110,9 @@ def materialize(cell, seed, layouts=None, rank=None):
             doesn't divide; named by its path.
     """
     layouts = layouts or {}
-    for path, parameter in cell.parameters_and_names():
-        with errors_at(f"{path}: "):
-            initializer = initializer_of(parameter)
-            if initializer is not None:
+    for path, parameter, initializer in initializers(cell):
+        if initializer is not None:
+            with errors_at(f"{path}: "):
                 _set_values(parameter, initializer, layouts.get(path), rank, seed, path)
 
 

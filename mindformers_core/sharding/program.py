@@ -216,7 +216,7 @@ def _warn_of_undivided(tree, path, frame):
     """Warn, once for equal Cells, where tensors are gathered since their sizes don't divide."""
     cells = {}
     for inner, each in frame.walk():
-        for why in {move.reason for move in each.redistributions if move.undivided}:
+        for why in {move.reason for move in each.redistributions if move.reason.undivided}:
             cells.setdefault(why, []).append(tree.label(joined_path(path, inner)))
     for why, labels in cells.items():
         more = f" and {len(labels) - 1} more" if len(labels) > 1 else ""

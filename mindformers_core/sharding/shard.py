@@ -16,7 +16,7 @@ from mindformers_core.program.structure import tree_leaves
 from mindformers_core.propagation.propagate import derive_parameters
 from mindformers_core.redistribution import DeviceModel
 from mindformers_core.sharding.declare import cell_label, collect_declarations, eager_cells
-from mindformers_core.sharding.initialize import initializer_of, materialize
+from mindformers_core.sharding.initialize import initializers, materialize
 from mindformers_core.sharding.optimizers_before import refuse_optimizers_of
 from mindformers_core.sharding.sharded_cells import ShardedCell, computing_parameters, tree_of
 from mindformers_core.sharding.sharded_tree import ShardedTree
@@ -125,7 +125,7 @@ def _place_parameters(cell, layouts, seed):
         if counts[parameter.name] > 1:  # optimizers refuse equal names, and a dict by name has one of them
             parameter.name = path
     refuse_optimizers_of(cell, "shard", {path for path in named if any(layouts[path].dims)})
-    shapes = {path: tuple(p.shape) for path, p in named.items() if initializer_of(p) is not None}
+    shapes = {path: tuple(p.shape) for path, p, initializer in initializers(cell) if initializer is not None}
     parts = {}
     if world().backend == "fake":
         with DeviceCtx("meta"):

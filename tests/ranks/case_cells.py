@@ -198,7 +198,7 @@ class Tied(nn.Cell):
         return ops.softmax(ops.matmul(h, ops.swapaxes(self.table, 0, 1)), -1)[..., 3]
 
 
-@on_ranks(2, 4)
+@on_ranks(4, nightly=(2,))
 def case_tied_frozen_and_many():
     """See `Tied`; the vocabulary sharded or not, the batch sharded or not."""
     mesh = init_device_mesh((2,), ("tp",)) if world().size == 2 else init_device_mesh((2, 2), ("dp", "tp"))

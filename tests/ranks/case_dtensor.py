@@ -37,7 +37,7 @@ def commuting(marks):
     return ops_ <= {"sum", "avg"} or len(ops_) == 1
 
 
-@on_ranks(2, 4)
+@on_ranks(4, nightly=(2,))
 def case_any_layout_to_any_other():
     """Whole, to a layout, to another one, whole again: the same tensor, and the gradient of an identity."""
     mesh = init_device_mesh((2,), ("tp",)) if world().size == 2 else init_device_mesh((2, 2), ("dp", "tp"))

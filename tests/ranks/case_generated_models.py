@@ -77,8 +77,8 @@ def check_authors(names, in_graph):
 
 @on_ranks(4)
 def case_models_of_authors():
-    """A fourth, eagerly; generated programs of all, of simulated ranks, are in `test_author_models`."""
-    check_authors(dict.fromkeys((*tuple(AUTHORS)[::4], "gshard")), ("gshard",))
+    """An eighth, eagerly; generated programs of all, of simulated ranks, are in `test_author_models`."""
+    check_authors(dict.fromkeys((*tuple(AUTHORS)[::8], "gshard")), ("gshard",))
 
 
 @on_ranks(nightly=(4,))

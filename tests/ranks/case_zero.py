@@ -117,7 +117,7 @@ def bytes_of_all(net):
     return 4 * sum(prod(parameter.global_shape) for parameter in net.get_parameters())
 
 
-@on_ranks(2, 4)
+@on_ranks(4, nightly=(2,))
 def case_a_step_communicates_what_the_paper_says():
     """2 Psi at levels 1 and 2, 3 Psi at level 3, as rings send it, to the byte; a call for each bucket."""
     size = world().size

@@ -9,7 +9,7 @@ from functools import partial
 
 from mindformers_core.operators.registry import NO_GRADIENT, register_operator
 from mindformers_core.operators.rules.dims import equation
-from mindformers_core.operators.signature import TensorMeta, tensors_in
+from mindformers_core.operators.signature import LocalCall, TensorMeta, tensors_in
 
 _LAYOUTS = ("BSH", "BNSD", "SBH", "BSND", "TND")  # by the number that MindSpore gives them
 
@@ -67,7 +67,7 @@ def _attention(args, heads, layout, masks=(), lengths=(), groups=None, **results
 
     plain = equation(
         f"{', '.join(inputs)} -> {', '.join(outputs)}", *tensors, sizes=sizes | {"eight": 8, "empty": 0},
-        reduced={}, localize=localize,
+        reduced={}, local=LocalCall(localize=localize),
     )  # fmt: skip
     return replace(plain, whole=frozenset(plain.sizes) - parallel)
 
@@ -119,7 +119,7 @@ def key_length(args):
     return args[1].shape[layout.index("T" if layout == "TND" else "S")]
 
 
-@register_operator("FlashAttentionScore", operations=_operations)
+@register_operator("FlashAttentionScore", operations=_operations, algorithms=("attention_dropout",))
 def flash_attention(*args):
     """Softmax's maxima and sums, an unused output, and the attention. Dropped scores are those of one card."""
     found = _attention(args, 10, 16, (3, 4, 6), (7, 8, 9), before=("eight", "eight", "none"))

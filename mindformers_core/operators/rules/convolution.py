@@ -10,7 +10,7 @@ from math import prod
 from mindformers_core.operators.registry import register_operator
 from mindformers_core.operators.rules.dims import bound, parameters, per_dim
 from mindformers_core.operators.saved import INPUTS_AS_THEY_ARE, NOTHING, UNMEASURED, SavedByOperator
-from mindformers_core.operators.signature import Signature, is_float
+from mindformers_core.operators.signature import LocalCall, Signature, is_float
 
 _PAD_MODES = ("pad", "same", "valid")  # by the number that MindSpore gives them
 _ALIASES = {"group": "groups", "ksize": "kernel_size", "strides": "stride", "input": "x"}
@@ -25,7 +25,7 @@ class _Windows:
         long, short: factors of the dims of the image, and of the windows.
         sizes: of these factors.
         cut: the factors that can be sharded.
-        halos: as of a `Signature`, by place among the dims.
+        halos: as of a `LocalCall`, by place among the dims.
         padded: whether an algorithm is needed where a dim is cut: there is a halo, or padding at the image's edges.
     """
 
@@ -50,16 +50,18 @@ class _Windows:
 
     def signature(self, first, inputs, outputs, sizes, algorithm, localize, unpadded, **more):
         """The `Signature`: dims, from `first` on, that need borders are cut by an algorithm, `unpadded` by itself."""
+        halos = {first + place: halo for place, halo in self.halos.items()}
         if self.padded or algorithm == "halo_with_index":
             more["distributed"] = dict.fromkeys(self.cut, algorithm)
-            more["halos"] = {first + place: halo for place, halo in self.halos.items()}
 
         def localized(values, shapes):
             cut = self.padded and list(shapes[0][first:]) != self.counts
             return localize(values, shapes[0], unpadded if cut and more.get("distributed") else {})
 
         whole = frozenset(sizes | self.sizes) - {"n", "g", "c", "o", *self.cut} | more.pop("whole", set())
-        return Signature(inputs, outputs, sizes | self.sizes, whole=whole, localize=localized, **more)
+        return Signature(
+            inputs, outputs, sizes | self.sizes, whole=whole, local=LocalCall(None, localized, halos), **more
+        )
 
 
 def _pads(mode, pad, image, kernel, stride, dilation):
@@ -161,7 +163,12 @@ for _names, _ndim, _given, _is_transposed, _source, _saves in _CONVOLUTIONS:
     _own = ["group" if name == "groups" else name for name in _given if name not in ("x", "weight", "input_size")]
     _facts = {"attributes": tuple(_own), "source": _source} if _source else {}
     _facts |= {"saves": _saves, "operations": lambda sizes: 2 * prod(sizes[name] for name in sizes if name[0] != "i")}
-    register_operator(*_names.split(), **_facts)(partial(_convolution, _ndim, _given, _is_transposed))
+    _rule = partial(_convolution, _ndim, _given, _is_transposed)
+    register_operator(*_names.split(), algorithms=("halo",), **_facts)(_rule)
+
+
+def _pooling_algorithm(is_largest, results):
+    return "halo" if not is_largest else "halo_of_largest" if results == 1 else "halo_with_index"
 
 
 def _pooled(ndim, known, is_largest, results, *args, **named):
@@ -181,7 +188,7 @@ def _pooled(ndim, known, is_largest, results, *args, **named):
     unpadded = {"padding": 0} | ({"ceil_mode": False} if given.get("ceil_mode") else {})
     if str(mode).lower() in ("1", "same"):
         unpadded["pad_mode"] = 2 if isinstance(mode, int) else "valid"
-    algorithm = "halo" if not is_largest else "halo_of_largest" if results == 1 else "halo_with_index"
+    algorithm = _pooling_algorithm(is_largest, results)
     names, outputs = (*batch, ("c",), *windows.long), ((*batch, ("c",), *windows.short),) * results
     more = {"linear": () if is_largest else ({0},)}
     localize = lambda values, shape, changed: again(values, changed)  # noqa: E731
@@ -212,4 +219,5 @@ for _name, _ndim, _given, _is_largest, _results, _own in _POOLS:
     _given |= {name: value for name, value in _FORMAT.get(_ndim, {}).items() if name in _given}
     _facts = {"attributes": tuple(_own.split()), "source": "" if _name == "AvgPool" else "(x)"} if _own else {}
     _saves = _KEPT[_results] if _is_largest or _name == "AvgPool" else NOTHING if _own else UNMEASURED
-    register_operator(_name, saves=_saves, **_facts)(partial(_pooled, _ndim, _given, _is_largest, _results))
+    _facts |= {"saves": _saves, "algorithms": (_pooling_algorithm(_is_largest, _results),)}
+    register_operator(_name, **_facts)(partial(_pooled, _ndim, _given, _is_largest, _results))

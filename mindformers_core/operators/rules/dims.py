@@ -168,7 +168,7 @@ def bound(parameters, args, named, aliases=()):
         aliases: other name -> name in `parameters`.
 
     Returns:
-        A dict, and `again(values, changed)`: `values` are the arguments as `Signature.localize` gets them, `changed` a
+        A dict, and `again(values, changed)`: `values` are the arguments as `LocalCall.localize` gets them, `changed` a
         dict. It gives all arguments by position, up to the last one that isn't its default, or the same ones where
         nothing changes.
 

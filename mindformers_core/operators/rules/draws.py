@@ -4,7 +4,7 @@ from functools import partial
 
 from mindformers_core.operators.registry import NO_GRADIENT, register_operator
 from mindformers_core.operators.rules.dims import unary
-from mindformers_core.operators.signature import Signature, TensorMeta
+from mindformers_core.operators.signature import LocalCall, Signature, TensorMeta
 
 _FACTS = {"draws": True, "gradient": NO_GRADIENT, "operations": 20}
 
@@ -23,11 +23,13 @@ def _drawn(run, shape, seed, offset, dtype, *bounds):
     if isinstance(shape, TensorMeta):
         plain = unary(shape)
         arguments = (shape, seed, offset, dtype, *bounds)
-        return Signature((*plain.inputs, *scalars), plain.outputs, plain.sizes, run=run, arguments=arguments)
+        return Signature((*plain.inputs, *scalars), plain.outputs, plain.sizes, run=run, local=LocalCall(arguments))
     sizes = {f"d{dim}": size for dim, size in enumerate(shape)}
     names = tuple((name,) for name in sizes)
     made = frozenset(() if run == "permutation" else sizes)
-    return Signature(scalars, (names,), sizes, run=run, arguments=(None, seed, offset, dtype, *bounds), made=made)
+    return Signature(
+        scalars, (names,), sizes, run=run, local=LocalCall((None, seed, offset, dtype, *bounds)), made=made
+    )
 
 
 def _fraction(run, shape, seed, offset, dtype=None, device=None):
@@ -35,22 +37,22 @@ def _fraction(run, shape, seed, offset, dtype=None, device=None):
     return _drawn(run, shape, seed, offset, like if dtype is None else dtype)
 
 
-register_operator("RandExt", "RandLikeExt", **_FACTS)(partial(_fraction, "uniform"))
-register_operator("Randn", "RandnLike", **_FACTS)(partial(_fraction, "normal"))
+register_operator("RandExt", "RandLikeExt", algorithms=("uniform",), **_FACTS)(partial(_fraction, "uniform"))
+register_operator("Randn", "RandnLike", algorithms=("normal",), **_FACTS)(partial(_fraction, "normal"))
 
 
-@register_operator("RandInt", **_FACTS)
+@register_operator("RandInt", algorithms=("integers",), **_FACTS)
 def _integers(low, high, shape, seed, offset, dtype=None, device=None):
     if not 0 < high - low <= 2**31:
         raise ValueError(f"integers from {low} to below {high} can't be drawn: 1 to 2**31 of them can")
     return _drawn("integers", shape, seed, offset, "int64" if dtype is None else dtype, low, high)
 
 
-@register_operator("RandIntLike", **_FACTS)
+@register_operator("RandIntLike", algorithms=("integers",), **_FACTS)
 def _integers_like(x, low, high, seed, offset, dtype=None, device=None):
     return _integers(low, high, x, seed, offset, x.dtype if dtype is None else dtype)
 
 
-@register_operator("RandpermExt", **_FACTS)
+@register_operator("RandpermExt", algorithms=("permutation",), **_FACTS)
 def _permutation(n, seed, offset, dtype="int64"):
     return _drawn("permutation", (n,), seed, offset, dtype)

@@ -48,7 +48,7 @@ _NONLINEAR = (
     ("Sigmoid", saved.RESULT, {"operations": 3}),  # exp, add, divide
     ("Softplus", saved.INPUTS_AS_THEY_ARE, {"operations": 3}),
     ("SoftplusExt", saved.UNMEASURED, {"operations": 3}),
-    ("Mish", saved.UNMEASURED, {"operations": 5, "source": "mindformers_core.dtensor.corrected.mish"}),
+    ("Mish", saved.UNMEASURED, {"operations": 5}),
     ("Tanh", saved.RESULT, {"operations": 4}),
     ("SiLU", saved.INPUTS, {"operations": 4}),
     ("GeLU", saved.INPUTS_AND_RESULT, {"operations": 8}),
@@ -165,13 +165,13 @@ def _cast_like(x, other, *_, **__):
     return equation(f"..., {' '.join(f'T{dim}' for dim in range(other.ndim))} -> ...", x, other)
 
 
-@register_operator("Dropout", draws=True, saves=saved.SECOND_RESULT, operations=10)  # most of them for the number
+@register_operator("Dropout", draws=True, saves=saved.SECOND_RESULT, algorithms=("dropout",), operations=10)  # to draw
 def dropout(x, keep_prob=0.5, seed0=0, seed1=0):
     """The tensor with some elements zeroed and the others scaled, and the mask. Any mesh draws the same numbers."""
     return unary(x, outputs=2, run="dropout")
 
 
-@register_operator("FuncDropoutExt", draws=True, operations=10)
+@register_operator("FuncDropoutExt", draws=True, operations=10, algorithms=("func_dropout",))
 def functional_dropout(x, p=0.5, training=True, inplace=False, seed=None, offset=None):
     """As `Dropout`, without the mask: what `mint` calls. `seed` and `offset` are scalar tensors."""
     if inplace:

@@ -17,10 +17,6 @@ _LAST = {
 }
 _DIMS = {"": -1, "2": (-2, -1), "N": None}  # ending of the name -> the dims that are transformed by default
 _TO_REAL = ("IRFFT", "HFFT")
-_SOURCES = {  # where MindSpore's own is wrong on CPU
-    "HFFT": "mindformers_core.dtensor.corrected.to_real",
-    "IHFFT": "mindformers_core.dtensor.corrected.from_real",
-}
 
 
 def _transform(kind, ending, x, *args, **named):
@@ -42,13 +38,10 @@ def _transform(kind, ending, x, *args, **named):
 
 for _kind in _LAST:
     for _ending in _DIMS:
-        register_operator(_kind + _ending, operations=10, source=_SOURCES.get(_kind, ""))(
-            partial(_transform, _kind, _ending)
-        )
+        register_operator(_kind + _ending, operations=10)(partial(_transform, _kind, _ending))
 
 
-@register_operator("FFTShift", source="mindformers_core.dtensor.corrected.centered")
-@register_operator("IFFTShift", source="mindformers_core.dtensor.corrected.decentered")
+@register_operator("FFTShift", "IFFTShift")
 def shifted(x, dim=None):
     """The zero frequency in the middle, or back."""
     return unary(x, whole=as_dims(dim, x.ndim), linear=({0},))

@@ -9,7 +9,7 @@ from math import prod
 from mindformers_core.operators.registry import register_operator
 from mindformers_core.operators.rules.dims import bound, dim_names, equation, parameters, per_dim, unary
 from mindformers_core.operators.saved import INPUTS, INPUTS_AS_THEY_ARE, NOTHING, UNMEASURED, SavedByOperator
-from mindformers_core.operators.signature import Signature, tensors_in, undivided
+from mindformers_core.operators.signature import LocalCall, Signature, tensors_in, undivided
 
 _LINEAR = ({0},)
 _NAMES = {"output_size": "size", "input": "x", "input_x": "x", "image": "x"}
@@ -49,7 +49,7 @@ def _resized(ndim, known, is_alone, results, *args, **named):
         )
 
     more = {"whole": frozenset(name for name in sizes if name[0] != "d"), "linear": _LINEAR if results == 1 else ()}
-    return Signature((tuple(source),), (tuple(target),) * results, sizes, localize=localize, **more)
+    return Signature((tuple(source),), (tuple(target),) * results, sizes, local=LocalCall(localize=localize), **more)
 
 
 _PIXELS, _CORNERS = "x size align_corners half_pixel_centers", "x size scales align_corners"
@@ -171,7 +171,7 @@ def affine_grid(theta, size, *align_corners):
     sizes = dict(zip("nCPQ" if len(size) == 4 else "nCOPQ", size)) | {"T": len(size) - 2}
     output = "n P Q T" if len(size) == 4 else "n O P Q T"
     localize = lambda args, shapes: (args[0], (shapes[0][0], *size[1:]), *args[2:])  # noqa: E731
-    return equation(f"n R S -> {output}", theta, sizes=sizes, linear=_LINEAR, localize=localize)
+    return equation(f"n R S -> {output}", theta, sizes=sizes, linear=_LINEAR, local=LocalCall(localize=localize))
 
 
 @register_operator("PReLU", saves=INPUTS, operations=2)

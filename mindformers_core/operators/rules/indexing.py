@@ -4,12 +4,13 @@ from mindformers_core.operators.registry import register_operator
 from mindformers_core.operators.rules.dims import as_dim, dim_names, dim_sizes, equation, integers, unary
 from mindformers_core.operators.rules.elementwise import keeps_digits
 from mindformers_core.operators.saved import INDICES, INPUTS, INPUTS_AS_THEY_ARE, NOTHING, SECOND_RESULT
-from mindformers_core.operators.signature import Signature, TensorMeta, spelled, tensors_in
+from mindformers_core.operators.signature import LocalCall, Signature, TensorMeta, spelled, tensors_in
 
 # operators that give as many results as the values ask for: a capture has no shape for them, the eager engine runs them
 BY_VALUES = ("CTCGreedyDecoder", "MaskedSelect", "NonZero", "NonZeroExt", "SparseSegmentMean", "Unique", "Unique2")
 BY_VALUES += ("UniqueConsecutive", "UniqueDim")
 register_operator(*BY_VALUES, gather=True)
+_AS_IT_IS = LocalCall()
 
 
 def _lookup(params, indices, dim, batch_dims=0, algorithm="gather"):
@@ -24,7 +25,7 @@ def _lookup(params, indices, dim, batch_dims=0, algorithm="gather"):
     output = (*rows[:place], *looked_up[batch:], *rows[place + 1 :])
     sizes = dim_sizes(params) | dim_sizes(indices, "i")
     more = _summed(rows[place], None if params.dtype == "bool" else algorithm)
-    more |= {"linear": ({0},), "arguments": (params, indices, dim, batch_dims)}
+    more |= {"linear": ({0},), "local": LocalCall((params, indices, dim, batch_dims))}
     return Signature((rows, looked_up), (output,), sizes, **more)
 
 
@@ -41,20 +42,23 @@ def _summed(factors, algorithm):
     return {"reduced": dict.fromkeys(factors, "sum"), "distributed": dict.fromkeys(factors, algorithm)}
 
 
-@register_operator("SparseGatherV2", reads_a_part=True)
-@register_operator("DeprecatedGather", saves=INDICES, reads_a_part=True, source=".gather")
-@register_operator("Gather", saves=INDICES, reads_a_part=True)
+_LOOKUP = {"saves": INDICES, "reads_a_part": True, "algorithms": ("gather",)}
+
+
+@register_operator("SparseGatherV2", reads_a_part=True, algorithms=("gather",))
+@register_operator("DeprecatedGather", source=".gather", **_LOOKUP)
+@register_operator("Gather", **_LOOKUP)
 def gather(params, input_indices, axis, batch_dims=0):
     """`params` at `input_indices` along `axis`."""
     return _lookup(params, input_indices, axis, batch_dims)
 
 
 def positional(*arguments):
-    """Localizes to these arguments, in the places where an algorithm finds them."""
-    return lambda args, shapes: arguments
+    """The local call with these arguments, in the places where an algorithm finds them."""
+    return LocalCall(localize=lambda args, shapes: arguments)
 
 
-@register_operator("IndexSelect", "DeprecatedIndexSelect", saves=INDICES, reads_a_part=True, source=".index_select")
+@register_operator("IndexSelect", "DeprecatedIndexSelect", source=".index_select", **_LOOKUP)
 def index_select(x, dim, index):
     """`x` at the positions of a 1-D `index` along `dim`."""
     if index.ndim != 1:
@@ -70,13 +74,13 @@ def take(x, indices, axis=None, mode="clip"):
     return _lookup(x, indices, axis, algorithm=None)
 
 
-@register_operator("GatherD", saves=INPUTS, reads_a_part=True)
+@register_operator("GatherD", saves=INPUTS, reads_a_part=True, algorithms=("gather_elements",))
 def gather_elements(x, dim, index):
     """`out[i][j] = x[i][index[i][j]]` for `dim` 1: the other dims go together where they have the same size."""
     place = as_dim(dim, x.ndim)
     found, sizes, whole = elements(x, place, index)
     more = _summed([f"d{place}"], None if x.dtype == "bool" else "gather_elements")
-    more |= {"whole": more.get("whole", frozenset()) | whole, "linear": ({0},), "localize": positional(x, dim, index)}
+    more |= {"whole": more.get("whole", frozenset()) | whole, "linear": ({0},), "local": positional(x, dim, index)}
     return Signature((dim_names(x), found), (found,), sizes, **more)
 
 
@@ -99,7 +103,7 @@ def elements(x, place, index):
     return tuple(found), sizes, whole
 
 
-@register_operator("GatherNd", saves=INDICES, reads_a_part=True)
+@register_operator("GatherNd", saves=INDICES, reads_a_part=True, algorithms=("gather_nd",))
 def gather_nd(x, indices):
     """`x` at coordinates, of which the last dim of `indices` holds as many as there are."""
     depth = indices.shape[-1] if indices.ndim else 0
@@ -112,7 +116,7 @@ def gather_nd(x, indices):
     return Signature((names, found), ((*found[:-1], *names[depth:]),), sizes, linear=({0},), **more)
 
 
-@register_operator("Embedding", reads_a_part=True)
+@register_operator("Embedding", reads_a_part=True, algorithms=("embedding",))
 def embedding(indices, weight, padding_idx=None, max_norm=None, norm_type=2.0, scale_grad_by_freq=False):
     """Rows of `weight` by number. With a padding row, whose gradient is left out, the vocabulary is whole."""
     if max_norm is not None or scale_grad_by_freq:
@@ -137,17 +141,17 @@ def one_hot(indices, depth, on_value=1, off_value=0, axis=-1):
     return Signature((names, *values), (output,), sizes)
 
 
-@register_operator("TopK", saves=SECOND_RESULT)
-def top_k(x, k, dim=-1, localize=None):
+@register_operator("TopK", saves=SECOND_RESULT, algorithms=("top_k",))
+def top_k(x, k, dim=-1, local=_AS_IT_IS):
     """The `k` largest along `dim`, and their positions: those of all parts are compared where it is cut."""
     place = as_dim(dim, x.ndim)
     if not 0 <= integers((k,), "k")[0] <= x.shape[place]:
         raise ValueError(f"k={k} is more than dim {place} of {x.shape} has")
     more = {"distributed": {f"d{place}": "top_k"}} if k else {"whole": (place,)}
-    return _taken(x, place, k, True, localize=localize, **more)
+    return _taken(x, place, k, True, local=local, **more)
 
 
-@register_operator("TopkExt", saves=SECOND_RESULT, source=".topk")
+@register_operator("TopkExt", saves=SECOND_RESULT, source=".topk", algorithms=("top_k",))
 def top_k_method(x, k, dim=-1, largest=True, sorted=True):
     """`x.topk(k, dim)`, whose arguments may come by name."""
     return top_k(x, k, dim, positional(x, k, dim, largest, sorted))
@@ -183,18 +187,18 @@ def arg_sort(x, dim=-1, descending=False, stable=False):
     return unary(x, whole=(as_dim(dim, x.ndim),))
 
 
-@register_operator("CumSum", saves=NOTHING)
-@register_operator("CumsumExt", "DeprecatedCumsum", saves=NOTHING, source=".cumsum")
+@register_operator("CumSum", saves=NOTHING, algorithms=("cumsum",))
+@register_operator("CumsumExt", "DeprecatedCumsum", saves=NOTHING, source=".cumsum", algorithms=("cumsum",))
 def cumulative_sum(x, *args, **named):
     """Sums of all elements up to each along a dim."""
     plain = dict(zip(("dim", "dtype"), args)) | spelled(named, ("dim", "dtype"))
     dtype = plain.get("dtype")
     passes = dtype is None or isinstance(dtype, bool) or keeps_digits(dtype)  # a bool is CumSum's `exclusive`
-    order = positional(x, plain.get("dim"), dtype) if named else None
-    return _scan("cumsum", x, plain.get("dim"), linear=({0},) if passes else (), localize=order)
+    order = positional(x, plain.get("dim"), dtype) if named else _AS_IT_IS
+    return _scan("cumsum", x, plain.get("dim"), linear=({0},) if passes else (), local=order)
 
 
-@register_operator("CumProd", source="mindformers_core.dtensor.corrected.cumulative_product")
+@register_operator("CumProd", algorithms=("cumprod",))
 def cumulative_product(x, dim, *_):
     """Products of all elements up to each along `dim`."""
     return _scan("cumprod", x, dim)
@@ -202,7 +206,7 @@ def cumulative_product(x, dim, *_):
 
 @register_operator(
     "CumulativeLogsumexp", operations=4, numbers=(1,), attributes=("exclusive", "reverse"),
-    source="mindformers_core.dtensor.corrected.log_cumulative_sum",
+    algorithms=("logcumsumexp",),
 )  # fmt: skip
 def cumulative_log_sum(x, dim, exclusive=False, reverse=False):
     """Logarithms of sums of exponentials of all elements up to each along `dim`; the rarer kinds need it whole."""
@@ -215,8 +219,8 @@ def _scan(algorithm, x, dim, outputs=1, **more):
 
 
 # the extreme of all elements up to each along a dim, and its position
-register_operator("Cummax")(lambda x, dim: _scan("cummax", x, dim, 2))
-register_operator("Cummin", "CumminExt")(lambda x, dim: _scan("cummin", x, dim, 2))
+register_operator("Cummax", algorithms=("cummax",))(lambda x, dim: _scan("cummax", x, dim, 2))
+register_operator("Cummin", "CumminExt", algorithms=("cummin",))(lambda x, dim: _scan("cummin", x, dim, 2))
 
 
 @register_operator("ReverseSequence", attributes=("seq_dim", "batch_dim"))

@@ -9,7 +9,7 @@ from mindformers_core.operators.registry import register_operator
 from mindformers_core.operators.rewrites import split_by_method
 from mindformers_core.operators.rules.dims import along, as_dim, dim_names, dim_sizes, equation, unary
 from mindformers_core.operators.saved import INPUTS_AS_THEY_ARE, NOTHING
-from mindformers_core.operators.signature import Signature
+from mindformers_core.operators.signature import LocalCall, Signature
 
 
 def _names_of_first(tensors):
@@ -51,7 +51,10 @@ def _split(x, dim, lengths, localize=None):
         raise ValueError(f"pieces of {list(lengths)} don't make up dim {place} of {x.shape}")
     if len(set(lengths)) == 1:
         sizes = dim_sizes(x) | {"number": len(lengths), f"d{place}": lengths[0]}
-        merged, more = (*names[:place], ("number", f"d{place}"), *names[place + 1 :]), {"localize": localize}
+        merged, more = (
+            (*names[:place], ("number", f"d{place}"), *names[place + 1 :]),
+            {"local": LocalCall(localize=localize)},
+        )
         whole = frozenset({"number"})
         return Signature((merged,), (names,) * len(lengths), sizes, whole=whole, linear=({0},), moves_only=True, **more)
     sizes = dim_sizes(x) | {f"part{number}": length for number, length in enumerate(lengths)}

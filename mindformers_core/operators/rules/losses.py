@@ -9,7 +9,6 @@ from mindformers_core.operators.registry import register_operator
 from mindformers_core.operators.rules.dims import bound, equation, parameters
 from mindformers_core.operators.rules.elementwise import elementwise
 from mindformers_core.operators.rules.indexing import check_indices, positional
-from mindformers_core.operators.rules.scattering import CORRECTED
 from mindformers_core.operators.saved import INPUTS_AS_THEY_ARE, SECOND_RESULT, SavedByOperator
 from mindformers_core.operators.signature import tensors_in, undivided
 
@@ -39,7 +38,7 @@ def _elementwise_loss(order, broadcasts, x, *args, **named):
 
 
 _BY_PLACE = "target reduction='mean'"
-_LOGITS = {"saves": saved.INPUTS, "operations": 9, "source": f"{CORRECTED}binary_cross_entropy_of_logits"}
+_LOGITS = {"saves": saved.INPUTS, "operations": 9}
 _WORD = {"attributes": ("reduction",), "source": "(logits, labels)", "saves": INPUTS_AS_THEY_ARE, "operations": 4}
 # Names of operators, the arguments after the first, whether target and input are broadcast, and their other facts
 _ELEMENTWISE = (
@@ -51,12 +50,13 @@ _ELEMENTWISE = (
     ("KLDivLoss", _BY_PLACE, False, _WORD),
     ("SigmoidCrossEntropyWithLogits", "target reduction='none'", False, {"saves": INPUTS_AS_THEY_ARE, "operations": 7}),
 )
+_MEAN = ("mean",)
 for _names, _order, _broadcasts, _facts in _ELEMENTWISE:
-    register_operator(*_names.split(), **_facts)(partial(_elementwise_loss, _order, _broadcasts))
+    register_operator(*_names.split(), algorithms=_MEAN, **_facts)(partial(_elementwise_loss, _order, _broadcasts))
 
 
-@register_operator("MultiMarginLoss", attributes=("reduction",), source="(x, target, weight=None)")
-@register_operator("MultilabelMarginLoss", attributes=("reduction",), source="(x, target)")
+@register_operator("MultiMarginLoss", attributes=("reduction",), source="(x, target, weight=None)", algorithms=_MEAN)
+@register_operator("MultilabelMarginLoss", attributes=("reduction",), source="(x, target)", algorithms=_MEAN)
 def margin_loss(x, target, weight=None, reduction="mean"):
     """Of (examples, classes) with one position, or several in a row, as labels; then with which were meant, besides."""
     check_indices(target)
@@ -67,7 +67,7 @@ def margin_loss(x, target, weight=None, reduction="mean"):
     return _reduced(equation(text, *tensors_in([x, target, weight])), reduction)
 
 
-@register_operator("TripletMarginLoss", attributes=("reduction",))
+@register_operator("TripletMarginLoss", attributes=("reduction",), algorithms=_MEAN)
 def triplet_margin_loss(x, positive, negative, margin, reduction="mean"):
     """Distances over dim 1 of three tensors that are alike."""
     tensors = tensors_in([x, positive, negative, margin])
@@ -75,7 +75,7 @@ def triplet_margin_loss(x, positive, negative, margin, reduction="mean"):
     return _reduced(equation(text, *tensors), reduction)
 
 
-@register_operator("CosineEmbeddingLoss")
+@register_operator("CosineEmbeddingLoss", algorithms=_MEAN)
 def cosine_embedding_loss(x, other, target, margin=0.0, reduction="mean"):
     """Of two tensors (examples, features), or (features,), and a target for each example."""
     return _reduced(equation("... D, ... D, ... -> ...", x, other, target), reduction)
@@ -100,10 +100,9 @@ def _ignored(operands, results):
 
 
 @register_operator(
-    "NLLLoss", saves=SavedByOperator("all", outputs=(1,), internal=_ignored),
-    source=f"{CORRECTED}negative_log_likelihood",
+    "NLLLoss", saves=SavedByOperator("all", outputs=(1,), internal=_ignored), algorithms=("likelihood",)
 )  # fmt: skip
-@register_operator("NLLLoss2d")
+@register_operator("NLLLoss2d", algorithms=("likelihood",))
 def negative_log_likelihood(logits, labels, weight, reduction="mean", ignore_index=-100):
     """The loss for log-probabilities (examples, classes, …), and the sum of the labels' weights.
 
@@ -112,12 +111,15 @@ def negative_log_likelihood(logits, labels, weight, reduction="mean", ignore_ind
     reduction = _REDUCTIONS[reduction] if isinstance(reduction, int) else reduction
     examples = "n ..." if logits.ndim > 1 else ""
     text = f"{examples.replace('n', 'n c') or 'c'}, {examples}, c -> {examples * (reduction == 'none')}, "
-    localize = positional(logits, labels, weight, _REDUCTIONS.index(reduction), ignore_index)
-    plain = equation(text, logits, labels, weight, localize=localize)
+    local = positional(logits, labels, weight, _REDUCTIONS.index(reduction), ignore_index)
+    plain = equation(text, logits, labels, weight, local=local)
     return replace(plain, distributed=dict.fromkeys("c" if reduction == "sum" else plain.sizes, "likelihood"))
 
 
-@register_operator("SoftmaxCrossEntropyWithLogits", saves=SECOND_RESULT, operations=7, source="(logits, labels)")
+@register_operator(
+    "SoftmaxCrossEntropyWithLogits", saves=SECOND_RESULT, operations=7, source="(logits, labels)",
+    algorithms=("softmax_cross_entropy",),
+)  # fmt: skip
 def softmax_cross_entropy(logits, labels):
     """Of (examples, classes) with probabilities as labels: a loss for every example, and the gradient of logits."""
     return equation("n c, n c -> n, n c", logits, labels, distributed={"c": "softmax_cross_entropy"})
@@ -125,7 +127,7 @@ def softmax_cross_entropy(logits, labels):
 
 @register_operator(
     "SparseSoftmaxCrossEntropyWithLogits", saves=SavedByOperator("all", outputs=(0,), as_they_are=True), operations=7,
-    attributes=("is_grad",),
+    attributes=("is_grad",), algorithms=("sparse_cross_entropy",),
 )  # fmt: skip
 def sparse_softmax_cross_entropy(logits, labels, is_grad=False):
     """Of (examples, classes) with positions as labels: the mean over examples."""

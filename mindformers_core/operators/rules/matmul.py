@@ -149,9 +149,7 @@ def outer(a, b):
     return contraction("m, n -> m n", a, b)
 
 
-@register_operator(
-    "Einsum", operations=_operations, attributes=("equation",), source="mindformers_core.dtensor.einsum.contract"
-)
+@register_operator("Einsum", operations=_operations, attributes=("equation",))
 def einsum(operands, equation):
     """A contraction by its equation, of shape (1,) for a number."""
     names, output = einsum_names(equation, [operand.ndim for operand in operands])

@@ -6,7 +6,7 @@ from mindformers_core.operators.registry import register_operator
 from mindformers_core.operators.rules.dims import along, as_dims, dim_names, equation, integers, unary
 from mindformers_core.operators.rules.elementwise import elementwise
 from mindformers_core.operators.saved import NOTHING
-from mindformers_core.operators.signature import is_float, tensors_in, undivided
+from mindformers_core.operators.signature import LocalCall, is_float, tensors_in, undivided
 
 _EQUATIONS = {  # names of operators, and the equation of each: `S` is the smaller one of `M` and `N`
     "Cholesky CholeskyInverse CholeskyTrsm": "... N N' -> ... N N'",
@@ -100,22 +100,23 @@ def _band(x, low, high):
         raise ValueError(f"a triangle needs 2 dims, not {x.shape}")
     integers([[bound for bound in (low, high) if bound is not None]], "a band")
     cut = {f"d{dim}": "band" for dim in (x.ndim - 2, x.ndim - 1)}
-    return unary(x, linear=({0},), distributed=cut, arguments=(x, low, high))
+    return unary(x, linear=({0},), distributed=cut, local=LocalCall((x, low, high)))
 
 
-register_operator("Triu", saves=NOTHING)(lambda x, diagonal=0: _band(x, diagonal, None))
+_BAND = {"saves": NOTHING, "algorithms": ("band",)}
+register_operator("Triu", **_BAND)(lambda x, diagonal=0: _band(x, diagonal, None))
 for _name, _facts in (("Tril", {"attributes": ("diagonal",)}), ("TrilExt", {"source": ".tril"})):
-    register_operator(_name, saves=NOTHING, **_facts)(lambda x, diagonal=0: _band(x, None, diagonal))
+    register_operator(_name, **_BAND, **_facts)(lambda x, diagonal=0: _band(x, None, diagonal))
 
 
-@register_operator("MatrixBandPart")
+@register_operator("MatrixBandPart", algorithms=("band",))
 def band_part(x, lower, upper):
     """So many diagonals below and above the main one; a negative number is all."""
     lower, upper = integers((lower, upper), "a band")
     return _band(x, None if lower < 0 else -lower, None if upper < 0 else upper)
 
 
-@register_operator("Trace", "TraceExt", "TraceV2")
+@register_operator("Trace", "TraceExt", "TraceV2", algorithms=("trace",))
 def trace(x, offset=0, axis1=0, axis2=1, dtype=None):
     """The sum of a diagonal: parts of rows or columns hold terms of it."""
     dims = as_dims((axis1, axis2), x.ndim)
@@ -123,7 +124,7 @@ def trace(x, offset=0, axis1=0, axis2=1, dtype=None):
     if not is_float(x.dtype) or dtype is not None:
         return unary(x, rest, whole=dims)
     more = {"distributed": dict.fromkeys(factors, "trace"), "reduced": dict.fromkeys(factors, "sum")}
-    return unary(x, rest, linear=({0},), arguments=(x, offset, *dims), **more)
+    return unary(x, rest, linear=({0},), local=LocalCall((x, offset, *dims)), **more)
 
 
 def _entries(rows, columns, offset):

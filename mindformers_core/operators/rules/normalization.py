@@ -5,7 +5,7 @@ from functools import partial
 from mindformers_core.operators.registry import register_operator
 from mindformers_core.operators.rules.dims import as_dim, as_dims, bound, equation, parameters, unary
 from mindformers_core.operators.saved import RESULT, UNMEASURED, SavedByOperator
-from mindformers_core.operators.signature import Signature, tensors_in
+from mindformers_core.operators.signature import LocalCall, Signature, tensors_in
 
 
 def _normalised(x, start, parameters, statistics, parameter_start=None):
@@ -48,7 +48,7 @@ def rms_norm(x, gamma, epsilon=1e-6):
     return _normalised(x, x.ndim - gamma.ndim, (gamma,), 1)
 
 
-@register_operator("GroupNorm", saves=SavedByOperator("all", outputs=(1, 2)), operations=7)
+@register_operator("GroupNorm", saves=SavedByOperator("all", outputs=(1, 2)), operations=7, algorithms=("group_norm",))
 def group_norm(x, num_groups, weight=None, bias=None, eps=1e-5):
     """Every group of channels normalised: the result, mean and reciprocal standard deviation. Groups are parallel."""
     given = tensors_in((weight, bias))
@@ -58,7 +58,7 @@ def group_norm(x, num_groups, weight=None, bias=None, eps=1e-5):
         return (args[0], shapes[1][1], *args[2:])
 
     planes = {f"d{dim}": "group_norm" for dim in range(x.ndim - 2)}
-    return equation(text, x, *given, sizes={"g": num_groups}, distributed=planes, localize=localize)
+    return equation(text, x, *given, sizes={"g": num_groups}, distributed=planes, local=LocalCall(localize=localize))
 
 
 @register_operator("AddRmsNorm", "AddLayerNormV2", operations=8)
@@ -80,11 +80,11 @@ def _softmax(algorithm, *args, **named):
     dims = as_dims(given["dim"], given["x"].ndim)
     localize = (lambda values, shapes: again(values, {})) if named else None  # by position, as algorithms take them
     sharded = {"distributed": {f"d{dims[0]}": algorithm}} if len(dims) == 1 else {"whole": dims}
-    return unary(given["x"], localize=localize, **sharded)
+    return unary(given["x"], local=LocalCall(localize=localize), **sharded)
 
 
 _OPERATIONS = {"operations": 5}  # maximum, subtract, exp, sum, divide
-_SOURCE = "mindformers_core.dtensor.corrected.softmax"
-register_operator("Softmax", saves=RESULT, source=_SOURCE, **_OPERATIONS)(partial(_softmax, "softmax"))
-for _name, _saves in (("LogSoftmax", RESULT), ("LogSoftmaxExt", UNMEASURED)):
-    register_operator(_name, saves=_saves, **_OPERATIONS)(partial(_softmax, "log_softmax"))
+for _name, _saves, _asks in (
+    ("Softmax", RESULT, "softmax"), ("LogSoftmax", RESULT, "log_softmax"), ("LogSoftmaxExt", UNMEASURED, "log_softmax")
+):  # fmt: skip
+    register_operator(_name, saves=_saves, algorithms=(_asks,), **_OPERATIONS)(partial(_softmax, _asks))

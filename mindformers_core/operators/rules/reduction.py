@@ -9,7 +9,7 @@ from mindformers_core.operators.registry import register_operator
 from mindformers_core.operators.rewrites import correction_given, dim_given, float_reduction
 from mindformers_core.operators.rules.dims import as_dim, as_dims, bound, equation, parameters, unary
 from mindformers_core.operators.rules.elementwise import keeps_digits
-from mindformers_core.operators.signature import tensors_in
+from mindformers_core.operators.signature import LocalCall, tensors_in
 
 _PLAIN, _INDEX, _LAST = "dim keepdim=False dtype", "dim keepdim=False", "dim=-1 keepdim=False"
 _SPREAD, _NORM = "dim correction keepdim=False", "ord=2 dim keepdim=False dtype"
@@ -75,6 +75,10 @@ _OPERATORS = (
 )
 _ONE_DIM = "argmax argmin max_with_index min_with_index max_dim min_dim max_pair min_pair max_first min_first median"
 _SPREADS = ("var", "std", "var_mean", "std_mean")
+_ALGORITHMS = {  # of operations whose algorithms aren't named like them
+    **dict.fromkeys(("sum", "terms", "median", "median_of_all"), ""), "norm": "norm norm_max norm_min",
+    **{f"extreme_{op}": f"{op} {op}_pair {op}_first" for op in ("max", "min")},
+}  # fmt: skip
 
 
 def _reduce(operation, outputs, known, x, *args, **named):
@@ -97,14 +101,14 @@ def _reduce(operation, outputs, known, x, *args, **named):
     keepdim = bool(given.get("keepdim"))
     more = _algebra(operation, dims, x.ndim, given)
     if operation == "norm":
-        more["arguments"] = (x, given["ord"], dims, keepdim)
+        more["local"] = LocalCall((x, given["ord"], dims, keepdim))
     elif operation in _SPREADS:
-        more["arguments"] = (x, int(given["correction"] or 0), dims, keepdim)
+        more["local"] = LocalCall((x, int(given["correction"] or 0), dims, keepdim))
     elif by_method:
         along = next(iter(dims), None) if kind else dims
-        more["arguments"] = (x, along, keepdim)
+        more["local"] = LocalCall((x, along, keepdim))
     elif named and more.get("distributed") and operation != "mean":
-        more["localize"] = lambda values, shapes: again(values, {})  # by position, where the algorithm finds them
+        more["local"] = LocalCall(localize=lambda values, shapes: again(values, {}))  # by position, as algorithms do
     return unary(x, dict.fromkeys(dims, [()] * keepdim), outputs, **more)
 
 
@@ -141,7 +145,8 @@ for _names, _operations, _outputs, _text, _saves, _facts in _OPERATORS:
     for _name, _operation in zip(_names.split(), _operations.split()):
         _source = _facts.get("source", "").format(_operation)
         _rule = partial(_reduce, _operation, _outputs, parameters(_text))
-        register_operator(_name, saves=_saves, **_facts | {"source": _source})(_rule)
+        _asks = tuple(_ALGORITHMS.get(_operation, _operation).split())
+        register_operator(_name, saves=_saves, algorithms=_asks, **_facts | {"source": _source})(_rule)
 
 
 @register_operator("Quantile", attributes=("dim", "keep_dims"))

@@ -20,9 +20,8 @@ from mindformers_core.operators.rules.dims import (
     unary,
 )
 from mindformers_core.operators.rules.indexing import check_indices, elements, positional
-from mindformers_core.operators.signature import Signature, TensorMeta, tensors_in, undivided
+from mindformers_core.operators.signature import LocalCall, Signature, TensorMeta, tensors_in, undivided
 
-CORRECTED = "mindformers_core.dtensor.corrected."  # the module of sources that are right on CPU, too
 _ADDS, _REPLACES = ("add", "sub", 1), ("none", 0, None)  # names and numbers of what is done with updates
 _EVERYTHING = saved.SavedByOperator("all", outputs=(0,), as_they_are=True)
 _COPIES = saved.SavedByOperator("integers")  # of indices that are views
@@ -62,7 +61,8 @@ def _at_coordinates(how, x, indices, updates):
 _SAVES = {"Add": _COPIES, "Sub": saved.INDICES, "Update": _UPDATES, "Max": _EVERYTHING, "Min": _EVERYTHING}
 for _name in ("Add", "Sub", "Update", "Max", "Min", "Mul", "Div"):
     _rule = partial(_at_coordinates, "none" if _name == "Update" else _name.lower())
-    register_operator(f"TensorScatter{_name}", saves=_SAVES.get(_name, saved.INPUTS_AS_THEY_ARE))(_rule)
+    _facts = {"saves": _SAVES.get(_name, saved.INPUTS_AS_THEY_ARE), "algorithms": ("scatter_nd",)}
+    register_operator(f"TensorScatter{_name}", **_facts)(_rule)
 
 
 @register_operator("ScatterNd", saves=saved.INDICES)
@@ -74,25 +74,28 @@ def scatter_nd(indices, updates, shape):
     made = {f"d{dim}": size for dim, size in enumerate(shape)}
     return Signature(
         inputs, (tuple((name,) for name in made),), sizes | made, dict.fromkeys(counted, "sum"), frozenset({last}),
-        ({1},), localize=lambda args, shapes: (*args[:2], tuple(shapes[0])),
+        ({1},), local=LocalCall(localize=lambda args, shapes: (*args[:2], tuple(shapes[0]))),
     )  # fmt: skip
 
 
-@register_operator("ScatterAddExt")
+_ALONG = {"algorithms": ("scatter",)}
+
+
+@register_operator("ScatterAddExt", **_ALONG)
 def scatter_add(x, dim, index, src):
     """`out[i][index[i][j]] += src[i][j]` for `dim` 1."""
     return _elements(x, dim, index, src, "add")
 
 
-@register_operator("Scatter", saves=replace(_UPDATES, inputs=(2, 3), outputs=(0,)), source=CORRECTED + "scattered")
-@register_operator("ScatterValue", saves=_COPIES)
-@register_operator("DeprecatedScatter", saves=_COPIES, source=".scatter")
+@register_operator("Scatter", saves=replace(_UPDATES, inputs=(2, 3), outputs=(0,)), **_ALONG)
+@register_operator("ScatterValue", saves=_COPIES, **_ALONG)
+@register_operator("DeprecatedScatter", saves=_COPIES, source=".scatter", **_ALONG)
 def scatter(x, dim, index, src, reduce=0):
     """`out[i][index[i][j]] = src[i][j]` for `dim` 1."""
-    return _elements(x, dim, index, src, reduce, localize=positional(x, dim, index, src, *[reduce] * (reduce != 0)))
+    return _elements(x, dim, index, src, reduce, local=positional(x, dim, index, src, *[reduce] * (reduce != 0)))
 
 
-@register_operator("TensorScatterElements", saves=replace(_UPDATES, outputs=(0,)), rewrite=dim_before_indices)
+@register_operator("TensorScatterElements", saves=replace(_UPDATES, outputs=(0,)), rewrite=dim_before_indices, **_ALONG)
 def scatter_elements(x, indices, updates, axis=0, reduce=0):
     """As `scatter`, with the dim behind the tensors."""
     return _elements(x, axis, indices, updates, reduce)
@@ -120,7 +123,7 @@ def _elements(x, dim, index, src, how, **more):
 _INDEX = saved.SavedByOperator(internal=lambda operands, results: [operands[1].nbytes])  # in another shape
 
 
-@register_operator("IndexAddExt", saves=_INDEX, source=CORRECTED + "index_added")
+@register_operator("IndexAddExt", saves=_INDEX, **_ALONG)
 def index_add(x, dim, index, source, alpha=1):
     """`x` with slices of `source` added at the positions of a 1-D `index` along `dim`."""
     place, names = as_dim(dim, x.ndim), dim_names(x)
@@ -131,7 +134,7 @@ def index_add(x, dim, index, source, alpha=1):
     return _written(x, (place,), ((("i0",),), slices), dim_sizes(index, "i"), {"i0"}, "scatter", "add", (), 2)
 
 
-@register_operator("IndexFillScalar", "IndexFillTensor")
+@register_operator("IndexFillScalar", "IndexFillTensor", **_ALONG)
 def index_fill(x, dim, index, value):
     """`x` with one value at the positions of a 1-D `index` along `dim`."""
     check_indices(index)
@@ -151,7 +154,7 @@ def masked_scatter(x, mask, source):
     return undivided((x, mask, source), (x.shape,), ({0, 2},))
 
 
-@register_operator("IndexPut", saves=_EVERYTHING, attributes=("accumulate",))
+@register_operator("IndexPut", saves=_EVERYTHING, attributes=("accumulate",), algorithms=("index_put",))
 def index_put(x, values, indices, accumulate=0):
     """`x` with values, which are broadcast, where several tensors of indices, broadcast to each other, point to."""
     for index in indices:
@@ -188,7 +191,8 @@ def _segments(how, x, segment_ids, num_segments):
 
 for _name in ("Sum", "Max", "Min", "Prod"):
     _saves = saved.INDICES if _name == "Sum" else _EVERYTHING
-    register_operator(f"UnsortedSegment{_name}", saves=_saves)(partial(_segments, _name))
+    _asks = (f"segment_{_name.lower()}",) * (_name in ("Max", "Min"))
+    register_operator(f"UnsortedSegment{_name}", saves=_saves, algorithms=_asks)(partial(_segments, _name))
 
 
 @register_operator("HistcExt", gradient=NO_GRADIENT)
@@ -208,7 +212,7 @@ def bincount(x, weights=None, minlength=0):
     return equation(f"{', '.join('n' * len(tensors))} -> bins", *tensors, sizes={"bins": minlength})
 
 
-@register_operator("EmbeddingLookup", reads_a_part=True, source="mindformers_core.dtensor.lookups.embedding_rows")
+@register_operator("EmbeddingLookup", reads_a_part=True, algorithms=("embedding_lookup",))
 def embedding_lookup(params, indices, offset):
     """Rows by number less an offset; zeros where there is none, so that parts' results are terms of a sum."""
     check_indices(indices)

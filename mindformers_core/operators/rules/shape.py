@@ -7,7 +7,7 @@ from mindformers_core.operators.registry import register_operator
 from mindformers_core.operators.rewrites import as_transpose, sizes_together
 from mindformers_core.operators.rules.dims import along, as_dim, as_dims, dim_names, dim_sizes, integers, unary
 from mindformers_core.operators.saved import NOTHING
-from mindformers_core.operators.signature import Signature, TensorMeta, tensors_in
+from mindformers_core.operators.signature import LocalCall, Signature, TensorMeta, tensors_in
 
 _MOVES = {"linear": ({0},), "moves_only": True}
 
@@ -53,9 +53,9 @@ def _reshaped(x, target, localize):
     if count == 0:
         sizes = {f"y{dim}": size for dim, size in enumerate(target)}
         output = [(factor,) for factor in sizes]
-        return unary(x, output, sizes=sizes, whole=range(x.ndim), **_MOVES, localize=localize)
+        return unary(x, output, sizes=sizes, whole=range(x.ndim), **_MOVES, local=LocalCall(localize=localize))
     source, reshaped, sizes, whole = common_factors(x.shape, target)
-    return Signature((source,), (reshaped,), sizes, whole=whole, **_MOVES, localize=localize)
+    return Signature((source,), (reshaped,), sizes, whole=whole, **_MOVES, local=LocalCall(localize=localize))
 
 
 def _to_output_shape(args, shapes):
@@ -149,7 +149,7 @@ def squeeze(x, dim=None):
     dropped = tuple(place for place in named if x.shape[place] == 1)
     output = [name for place, name in enumerate(dim_names(x)) if place not in dropped]
     if everything and dropped:
-        return unary(x, output, **_MOVES, localize=lambda args, shapes: (args[0], dropped))
+        return unary(x, output, **_MOVES, local=LocalCall(localize=lambda args, shapes: (args[0], dropped)))
     return unary(x, output, whole=set(named) - set(dropped), **_MOVES)
 
 
@@ -176,7 +176,7 @@ def broadcast_to(x, *shape, **named):
     """`x` repeated along dims of size 1 and new leading dims; -1 keeps a dim."""
     source, output, sizes = _broadcast(x, integers(shape or tuple(named.values()), "a shape"))
     made = frozenset(sizes) - {factor for factors in source for factor in factors}
-    return Signature((source,), (output,), sizes, **_MOVES, localize=_to_output_shape, made=made)
+    return Signature((source,), (output,), sizes, **_MOVES, local=LocalCall(localize=_to_output_shape), made=made)
 
 
 @register_operator("ExpandAs", saves=NOTHING, view=views.broadcast, source=".expand_as")

@@ -9,7 +9,7 @@ from mindformers_core.operators.registry import register_operator
 from mindformers_core.operators.rewrites import select_index, slice_one_dim
 from mindformers_core.operators.rules.dims import along, as_dim, dim_names, equation, integers, unary
 from mindformers_core.operators.saved import INPUTS_AS_THEY_ARE, NOTHING
-from mindformers_core.operators.signature import Signature, tensors_in
+from mindformers_core.operators.signature import LocalCall, Signature, tensors_in
 
 
 def _sliced(x, ranges, localize, kept=None):
@@ -18,7 +18,7 @@ def _sliced(x, ranges, localize, kept=None):
     Args:
         x: the tensor.
         ranges: dim -> the `range` of the positions taken; default: all.
-        localize: see `Signature`.
+        localize: see `LocalCall`.
         kept: for every dim of the result that of `x`, None for a new one of size 1; default: all.
     """
     names, kept = dim_names(x), range(x.ndim) if kept is None else kept
@@ -28,11 +28,14 @@ def _sliced(x, ranges, localize, kept=None):
     few = [] if x.dtype == "bool" else [dim for dim, taken in ranges.items() if 0 < 4 * len(taken) <= x.shape[dim]]
     whole = {dim for dim in range(x.ndim) if dim in ranges or dim not in kept}.difference(few)
     bounds = tuple((dim, taken.start, taken.stop, taken.step) for dim, taken in ranges.items())
-    more = {"distributed": {f"d{dim}": "slice" for dim in few}, "arguments": (x, bounds), "localize": localize}
+    more = {"distributed": {f"d{dim}": "slice" for dim in few}, "local": LocalCall((x, bounds), localize)}
     return unary(x, output, sizes=sizes, whole=whole, linear=({0},), **more)
 
 
-@register_operator("StridedSlice", saves=NOTHING, view=views.strided, reads_a_part=True)
+_PART = {"saves": NOTHING, "reads_a_part": True, "algorithms": ("slice",)}
+
+
+@register_operator("StridedSlice", view=views.strided, **_PART)
 def strided_slice(x, begin, end, strides, *masks):
     """Python's slices, one for each dim, in MindSpore's encoding.
 
@@ -68,7 +71,7 @@ def strided_slice(x, begin, end, strides, *masks):
     return _sliced(x, ranges, localize, [*kept, *range(dim, x.ndim)])
 
 
-@register_operator("Slice", saves=INPUTS_AS_THEY_ARE, reads_a_part=True)
+@register_operator("Slice", saves=INPUTS_AS_THEY_ARE, reads_a_part=True, algorithms=("slice",))
 def slice_sizes(x, begin, size):
     """`size[i]` elements of dim i from `begin[i]` on; -1 for the rest."""
     begin, size = integers((begin,), "begin"), integers((size,), "size")
@@ -78,8 +81,8 @@ def slice_sizes(x, begin, size):
     return _spanned(x, dict(enumerate(zip(begin, sizes))), lambda args, shapes: (args[0], begin, tuple(shapes[0])))
 
 
-@register_operator("Narrow", saves=INPUTS_AS_THEY_ARE, view=views.parts, source=".narrow")
-@register_operator("NarrowView", saves=INPUTS_AS_THEY_ARE, view=views.parts)
+@register_operator("Narrow", saves=INPUTS_AS_THEY_ARE, view=views.parts, source=".narrow", algorithms=("slice",))
+@register_operator("NarrowView", saves=INPUTS_AS_THEY_ARE, view=views.parts, algorithms=("slice",))
 def narrow(x, dim, start, length):
     """`length` elements of one dim from `start` on."""
     place = as_dim(dim, x.ndim)
@@ -87,7 +90,7 @@ def narrow(x, dim, start, length):
     return _spanned(x, {place: (start, length)}, lambda args, shapes: (args[0], dim, start, shapes[0][place]))
 
 
-@register_operator("SliceExt", "SliceExtView", saves=NOTHING, reads_a_part=True, rewrite=slice_one_dim)
+@register_operator("SliceExt", "SliceExtView", rewrite=slice_one_dim, **_PART)
 def slice_one_dim(x, dim, start, end, step=1):
     """`x[start:end:step]` along one dim."""
     place = as_dim(dim, x.ndim)
@@ -96,7 +99,7 @@ def slice_one_dim(x, dim, start, end, step=1):
     return _sliced(x, {place: taken}, (lambda args, shapes: (args[0], dim, 0, shapes[0][place], 1)) if is_all else None)
 
 
-@register_operator("SelectExtView", saves=NOTHING, reads_a_part=True, rewrite=select_index)
+@register_operator("SelectExtView", rewrite=select_index, **_PART)
 def select_index(x, dim, index):
     """One index of a dim, which the result lacks."""
     place = along(x, dim)
@@ -115,8 +118,8 @@ def _spanned(x, spans, localize):
     return _sliced(x, {dim: range(start, start + length) for dim, (start, length) in spans.items()}, localize)
 
 
-@register_operator("ConstantPadND", source="mindformers_core.dtensor.corrected.padded")
-@register_operator("PadV3", saves=NOTHING, numbers=(1,))
+@register_operator("ConstantPadND", algorithms=("pad",))
+@register_operator("PadV3", saves=NOTHING, numbers=(1,), algorithms=("pad",))
 @register_operator("ReflectionPad1D", "ReflectionPad2D", "ReflectionPad3D")
 @register_operator("ReplicationPad1D", "ReplicationPad2D", "ReplicationPad3D")
 def pad(x, padding, value=None):
@@ -140,7 +143,7 @@ def pad(x, padding, value=None):
     values, whole = tensors_in([value]), [dim for dim in halos if f"d{dim}" not in cut]
     inputs = dim_names(x), *((),) * len(values)
     plain, linear = unary(x, output, sizes=sizes, whole=whole), () if values or value not in (None, 0) else ({0},)
-    more = {"linear": linear, "distributed": cut, "halos": halos, "arguments": (x, value)}
+    more = {"linear": linear, "distributed": cut, "local": LocalCall((x, value), halos=halos)}
     return Signature(inputs, plain.outputs, plain.sizes, whole=plain.whole, **more)
 
 
