@@ -8,12 +8,15 @@ import numpy as np
 import pytest
 from generated_modules import float_places, gradients_of, module_source, program_of, record, run_jitted, write
 from mindspore import Tensor
+from mindspore._c_expression.typing import type_id_to_type
+from mindspore.ops import auto_generate
 from operator_source_calls import ALL_CALLS, BROKEN, WITHOUT_GRADIENT, WITHOUT_KERNEL
 from scatter_calls import WITHOUT_FLOAT32, WITHOUT_META
 from verified_operators import VERIFIED
 
 from mindformers_core.dtensor.operator_source import operator_source
 from mindformers_core.operators import registered_operators, tensor_meta
+from mindformers_core.operators.words import WORDS
 from mindformers_core.program.structure import DType
 
 sys.path.append(str(Path(__file__).parent / "ranks"))
@@ -187,3 +190,12 @@ def test_arguments_that_do_not_fit():
         operator_source("SumExt", (X,), {"over": 1})
     with pytest.raises(TypeError, match="operator 'MatMulExt' needs its argument other"):
         operator_source("MatMulExt", (X,))
+
+
+def test_words_have_the_numbers_that_mindspore_gives_them():
+    for parameter, words in WORDS.items():
+        for number, word in words.items():
+            if parameter == "dtype":
+                assert str(type_id_to_type(number)).lower() == word
+            elif word != "r":  # which MindSpore reads by itself
+                assert auto_generate.str_to_enum("", parameter.partition(" ")[0], word) == number

@@ -12,6 +12,7 @@ from mindformers_core.dtensor import halo
 from mindformers_core.dtensor.dropout import next_random_state
 from mindformers_core.dtensor.einsum import contract
 from mindformers_core.dtensor.lookups import embedding_rows
+from mindformers_core.operators.words import word
 
 _WITH_GRADIENT = (mstype.float16, mstype.float32, mstype.float64)
 
@@ -90,7 +91,7 @@ def log_cumulative_sum(x, axis, exclusive=False, reverse=False):
 
 def negative_log_likelihood(logits, labels, weight, reduction=1, ignore_index=-100):
     """The loss; on CPU, without a reduction, those of ignored labels are left unwritten."""
-    loss, total = nllloss_impl(logits, labels, weight, ("sum", "mean", "none")[reduction], ignore_index)
+    loss, total = nllloss_impl(logits, labels, weight, word("reduction", reduction), ignore_index)
     return (ops.masked_fill(loss, ops.equal(labels, ignore_index), 0.0) if reduction == 2 else loss), total
 
 
@@ -121,7 +122,7 @@ def decentered(x, dim=None):
 @ops.constexpr
 def _swapped(norm):
     """The other direction's `norm`, a name or MindSpore's number."""
-    return {1: "backward", "forward": "backward", 2: "ortho", "ortho": "ortho"}.get(norm, "forward")
+    return {"forward": "backward", "ortho": "ortho"}.get(word("norm", norm), "forward")
 
 
 def _per_dim(value):

@@ -25,17 +25,12 @@ from mindformers_core.dtensor.corrected import OWN_FUNCTIONS
 from mindformers_core.operators import TensorMeta
 from mindformers_core.operators.registry import facts_of, rewritten
 from mindformers_core.operators.signature import spelled
+from mindformers_core.operators.words import WORDS
 from mindformers_core.program.structure import DType, structure_text, tree_fill, tree_leaves
 
 _REQUIRED = inspect.Parameter.empty
 _NAMED = frozenset({"beta", "alpha", "dtype", "output_size"})  # keyword-only parameters of methods and `full_like`
 _DTYPES = frozenset({"dtype", "output_type", "dst_type"})  # parameters that arrive as the numbers of dtypes
-_WORDS = {  # parameters that arrive as the numbers of words
-    "data_format": ("NCHW", "NHWC", "NCDHW"), "approximate": ("none", "tanh"), "rounding_mode": ("floor", "trunc"),
-    "reduction": ("sum", "mean", "none"), "reduce": ("none", "add"), "pad_mode": ("pad", "same", "valid"),
-    "indexing": ("ij", "xy"), "norm": ("backward", "forward", "ortho"), "interpolation_mode": ("bilinear", "nearest"),
-    "padding_mode": ("zeros", "border", "reflection"), "input_layout": ("BSH", "BNSD", "SBH", "BSND", "TND", "TH"),
-}  # fmt: skip
 
 
 class NamedTensor(TensorMeta):
@@ -227,8 +222,8 @@ def _constant(parameter, value):
     """A constant as source; a placeholder as it is; a tuple or list that holds placeholders as a tuple of both."""
     if type(value) is int and parameter in _DTYPES:
         value = typing.type_id_to_type(value)
-    if type(value) is int and parameter in _WORDS:
-        (value,) = (word for word in _WORDS[parameter] if auto_generate.str_to_enum("", parameter, word) == value)
+    if type(value) is int and parameter in WORDS:
+        value = WORDS[parameter][value]
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, (tuple, list)):

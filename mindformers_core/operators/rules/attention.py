@@ -10,8 +10,9 @@ from functools import partial
 from mindformers_core.operators.registry import NO_GRADIENT, register_operator
 from mindformers_core.operators.rules.dims import equation
 from mindformers_core.operators.signature import LocalCall, TensorMeta, tensors_in
+from mindformers_core.operators.words import word
 
-_LAYOUTS = ("BSH", "BNSD", "SBH", "BSND", "TND")  # by the number that MindSpore gives them
+_LAYOUTS = ("BSH", "BNSD", "SBH", "BSND", "TND")
 
 
 def _operations(sizes):
@@ -33,7 +34,7 @@ def _attention(args, heads, layout, masks=(), lengths=(), groups=None, **results
     Other tensors (of a quantised cache, or of pages) are whole, and then all is.
     """
     layout = args[layout] if len(args) > layout else 0
-    layout = _LAYOUTS[layout] if isinstance(layout, int) and layout < len(_LAYOUTS) else layout
+    layout = word("input_layout", layout)
     if layout not in _LAYOUTS:
         raise ValueError(f"input layout {layout!r} is not one of {', '.join(_LAYOUTS)}")
     tensors = [_alone(each) for each in args[:3]]
@@ -114,8 +115,7 @@ def _mask(place, given, batched):
 
 def key_length(args):
     """The length of the keys of a call of `FlashAttentionScore`, whose sequences are whole."""
-    layout = args[16] if len(args) > 16 else 0
-    layout = _LAYOUTS[layout] if isinstance(layout, int) else layout
+    layout = word("input_layout", args[16] if len(args) > 16 else 0)
     return args[1].shape[layout.index("T" if layout == "TND" else "S")]
 
 

@@ -11,8 +11,8 @@ from mindformers_core.operators.registry import register_operator
 from mindformers_core.operators.rules.dims import bound, parameters, per_dim
 from mindformers_core.operators.saved import INPUTS_AS_THEY_ARE, NOTHING, UNMEASURED, SavedByOperator
 from mindformers_core.operators.signature import LocalCall, Signature, is_float
+from mindformers_core.operators.words import WORDS, word
 
-_PAD_MODES = ("pad", "same", "valid")  # by the number that MindSpore gives them
 _ALIASES = {"group": "groups", "ksize": "kernel_size", "strides": "stride", "input": "x"}
 _ALIASES |= dict.fromkeys(("pads", "pad_list", "pad"), "padding")
 
@@ -66,13 +66,13 @@ class _Windows:
 
 def _pads(mode, pad, image, kernel, stride, dilation):
     """Pairs (before, behind) of a padding: by its mode, or one number a dim, or two."""
-    mode = _PAD_MODES[mode] if isinstance(mode, int) else mode.lower()
+    mode = word("pad_mode", mode).lower()
     if mode == "same":
         reach = [spread * (length - 1) + 1 for length, spread in zip(kernel, dilation)]
         missing = [max((-(-n // step) - 1) * step + r - n, 0) for n, step, r in zip(image, stride, reach)]
         return [(amount // 2, amount - amount // 2) for amount in missing]
-    if mode not in _PAD_MODES:
-        raise ValueError(f"a padding {mode!r} is not one of {', '.join(_PAD_MODES)}")
+    if mode not in (known := WORDS["pad_mode"].values()):
+        raise ValueError(f"a padding {mode!r} is not one of {', '.join(known)}")
     pad = (0,) if mode == "valid" else (pad,) if isinstance(pad, int) else tuple(pad)
     if len(pad) == 2 * len(image):
         return list(zip(pad[::2], pad[1::2]))
@@ -81,7 +81,7 @@ def _pads(mode, pad, image, kernel, stride, dilation):
 
 def _batch(x, ndim, data_format):
     """Factors of the batch's dim, which an image may lack."""
-    if data_format not in ("NCHW", "NCDHW", 0, 14) or x.ndim not in (ndim + 1, ndim + 2):
+    if word("data_format", data_format) not in ("NCHW", "NCDHW") or x.ndim not in (ndim + 1, ndim + 2):
         raise ValueError(f"an image is (batch, channels, {ndim} dims), not {x.shape}, {data_format}")
     return (("n",),) * (x.ndim - ndim - 1)
 
@@ -186,7 +186,7 @@ def _pooled(ndim, known, is_largest, results, *args, **named):
         windows.cut.clear()
     sizes = {"c": x.shape[len(batch)]} | ({"n": x.shape[0]} if batch else {})
     unpadded = {"padding": 0} | ({"ceil_mode": False} if given.get("ceil_mode") else {})
-    if str(mode).lower() in ("1", "same"):
+    if word("pad_mode", mode).lower() == "same":
         unpadded["pad_mode"] = 2 if isinstance(mode, int) else "valid"
     algorithm = _pooling_algorithm(is_largest, results)
     names, outputs = (*batch, ("c",), *windows.long), ((*batch, ("c",), *windows.short),) * results

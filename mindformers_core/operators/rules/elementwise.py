@@ -7,6 +7,7 @@ from mindformers_core.operators.registry import NO_GRADIENT, ZERO, register_oper
 from mindformers_core.operators.rewrites import as_cast, condition_first, masked_fill, without_alpha
 from mindformers_core.operators.rules.dims import equation, unary
 from mindformers_core.operators.signature import TensorMeta, is_float, tensors_in
+from mindformers_core.operators.words import WORDS, word
 
 
 def _quotient(operands, results):
@@ -180,7 +181,5 @@ def functional_dropout(x, p=0.5, training=True, inplace=False, seed=None, offset
 
 
 def keeps_digits(dtype):
-    """Whether a dtype argument is a wide float. MindSpore's enum values 43 and 44 are float32 and float64."""
-    if isinstance(dtype, int):
-        return dtype in (43, 44)
-    return any(name in str(dtype).lower() for name in ("float32", "float64"))
+    """Whether a dtype argument is a wide float."""
+    return any(name in str(word("dtype", dtype)).lower() for name in WORDS["dtype"].values())

@@ -10,6 +10,7 @@ from mindformers_core.operators.registry import register_operator
 from mindformers_core.operators.rules.dims import bound, dim_names, equation, parameters, per_dim, unary
 from mindformers_core.operators.saved import INPUTS, INPUTS_AS_THEY_ARE, NOTHING, UNMEASURED, SavedByOperator
 from mindformers_core.operators.signature import LocalCall, Signature, tensors_in, undivided
+from mindformers_core.operators.words import word
 
 _LINEAR = ({0},)
 _NAMES = {"output_size": "size", "input": "x", "input_x": "x", "image": "x"}
@@ -106,7 +107,9 @@ def _folded(x, size, *windows, **named):
 def _patches(x, sizes, strides, rates, padding):
     """`padding` is "same" or "valid", or its number, 1 or 2."""
     sides = zip(x.shape[2:], sizes, strides, rates)
-    counts = [-(-n // s) if padding in (1, "same") else (n - r * (k - 1) - 1) // s + 1 for n, k, s, r in sides]
+    counts = [
+        -(-n // s) if word("pad_mode", padding) == "same" else (n - r * (k - 1) - 1) // s + 1 for n, k, s, r in sides
+    ]
     return {"K": prod(sizes) * x.shape[1]} | dict(zip("PQ", counts))
 
 

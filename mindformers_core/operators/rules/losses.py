@@ -11,8 +11,7 @@ from mindformers_core.operators.rules.elementwise import elementwise
 from mindformers_core.operators.rules.indexing import check_indices, positional
 from mindformers_core.operators.saved import INPUTS_AS_THEY_ARE, SECOND_RESULT, SavedByOperator
 from mindformers_core.operators.signature import tensors_in, undivided
-
-_REDUCTIONS = ("sum", "mean", "none")  # by the number that MindSpore gives them
+from mindformers_core.operators.words import word
 
 
 def _reduced(plain, reduction):
@@ -20,7 +19,7 @@ def _reduced(plain, reduction):
 
     Of a batch the mean is over dim 0 alone.
     """
-    reduction = _REDUCTIONS[reduction] if isinstance(reduction, int) else reduction
+    reduction = word("reduction", reduction)
     if reduction == "none":
         return plain
     factors = dict.fromkeys((name for (name,) in plain.outputs[0]), "sum")
@@ -108,10 +107,10 @@ def negative_log_likelihood(logits, labels, weight, reduction="mean", ignore_ind
 
     The mean is over these weights, so that each part contributes its sum over the total of all.
     """
-    reduction = _REDUCTIONS[reduction] if isinstance(reduction, int) else reduction
+    reduction = word("reduction", reduction)
     examples = "n ..." if logits.ndim > 1 else ""
     text = f"{examples.replace('n', 'n c') or 'c'}, {examples}, c -> {examples * (reduction == 'none')}, "
-    local = positional(logits, labels, weight, _REDUCTIONS.index(reduction), ignore_index)
+    local = positional(logits, labels, weight, ["sum", "mean", "none"].index(reduction), ignore_index)
     plain = equation(text, logits, labels, weight, local=local)
     return replace(plain, distributed=dict.fromkeys("c" if reduction == "sum" else plain.sizes, "likelihood"))
 

@@ -7,6 +7,7 @@ from mindformers_core.operators.rules.dims import along, as_dims, dim_names, equ
 from mindformers_core.operators.rules.elementwise import elementwise
 from mindformers_core.operators.saved import NOTHING
 from mindformers_core.operators.signature import LocalCall, is_float, tensors_in, undivided
+from mindformers_core.operators.words import word
 
 _EQUATIONS = {  # names of operators, and the equation of each: `S` is the smaller one of `M` and `N`
     "Cholesky CholeskyInverse CholeskyTrsm": "... N N' -> ... N N'",
@@ -42,7 +43,7 @@ for _operators, _equation in _EQUATIONS.items():
 
 
 def _mode_by_name(name, args, kwargs):
-    return name, (args[0], ("reduced", "complete", "r")[args[1]]), kwargs
+    return name, (args[0], word("mode of Qr", args[1])), kwargs
 
 
 @register_operator("Qr", operations=100)
@@ -90,7 +91,7 @@ def cross_product(x, y, dim=-65530):
 def grid(vectors, indexing=0):
     """Each vector along a dim of its own; with `indexing` 1, "xy", the first two dims are swapped."""
     names = [f"v{number}" for number, _ in enumerate(vectors)]
-    grid = " ".join([*names[1::-1], *names[2:]] if indexing in (1, "xy") else names)
+    grid = " ".join([*names[1::-1], *names[2:]] if word("indexing", indexing) == "xy" else names)
     return equation(f"{', '.join(names)} -> {', '.join([grid] * len(names))}", *vectors)
 
 

@@ -21,8 +21,9 @@ from mindformers_core.operators.rules.dims import (
 )
 from mindformers_core.operators.rules.indexing import check_indices, elements, positional
 from mindformers_core.operators.signature import LocalCall, Signature, TensorMeta, tensors_in, undivided
+from mindformers_core.operators.words import word
 
-_ADDS, _REPLACES = ("add", "sub", 1), ("none", 0, None)  # names and numbers of what is done with updates
+_ADDS, _REPLACES = ("add", "sub"), ("none", None)  # what is done with updates
 _EVERYTHING = saved.SavedByOperator("all", outputs=(0,), as_they_are=True)
 _COPIES = saved.SavedByOperator("integers")  # of indices that are views
 _UPDATES = saved.SavedByOperator((1, 2), as_they_are=True)
@@ -103,6 +104,7 @@ def scatter_elements(x, indices, updates, axis=0, reduce=0):
 
 def _elements(x, dim, index, src, how, **more):
     """Updates one by one; other dims than `dim` go together where they have the same size."""
+    how = word("reduce", how)
     if how not in (*_ADDS, *_REPLACES):
         raise ValueError(f"a scatter adds or replaces, not {how!r}")
     place = as_dim(dim, x.ndim)
