@@ -12,6 +12,7 @@ from mindformers_core.analysis.operations import operations
 from mindformers_core.layout import layout
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.operators import signature_of, tensor_meta
+from mindformers_core.operators.choice import Choice
 from mindformers_core.program.graph import OperatorNode
 from mindformers_core.program.plan import Instruction, OperatorPlan, operators_in_order
 from mindformers_core.program.structure import Value
@@ -95,7 +96,7 @@ def test_what_an_algorithm_sends():
     cell = Function(lambda x: ops.softmax(x, 1))
     _, frame = planned(cell, mesh, (float_meta(4, 6),), arriving={"inputs": layout(None, "tp")})
     (place,) = [place for place in operators_in_order(frame) if getattr(place.entry, "algorithm", None)]
-    with pytest.raises(ValueError, match=r"Softmax .* algorithm 'softmax' over tp: pass algorithm=algorithm_of"):
+    with pytest.raises(ValueError, match=r"Softmax .* algorithm 'softmax' over tp: pass algorithm=, "):
         operations(place)
     step = SimpleNamespace(forward=("all_reduce", 16), axes=("tp",))
     node = SimpleNamespace(operator="Redistribute", args=(), kwargs={}, outputs=())
@@ -112,7 +113,10 @@ def place_of(operator, tensors, shapes, cut=None):
     node = OperatorNode(operator, "function", tuple(values), {}, made, None, None, "here:1")
     layouts = [tuple(layout().bind(TWO, len(value.shape)) for value in group) for group in (values, made)]
     return Instruction(
-        (0,), "", SimpleNamespace(mesh=TWO, device_model=CPU), OperatorPlan(node, signature, *layouts, cut or {})
+        (0,),
+        "",
+        SimpleNamespace(mesh=TWO, device_model=CPU),
+        OperatorPlan(node, signature, *layouts, Choice(tuple((cut or {}).items()))),
     )
 
 

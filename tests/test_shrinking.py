@@ -309,7 +309,7 @@ CHANGES = {
     "steps": lambda entry: {"steps": entry.steps[:-1]},
     "axes": lambda entry: {"steps": (*entry.steps[:-1], replace(entry.steps[-1], axes=("cp",)))},
     "algorithm": lambda entry: {"algorithm": f"{entry.algorithm}_other", "cut_axes": ("tp",)},
-    "cut": lambda entry: {"axes_of": {**entry.axes_of, "other": ("tp",)}},
+    "cut": lambda entry: {"choice": replace(entry.choice, cuts=(*entry.choice.cuts, ("other", ("tp",))))},
     "inputs": lambda entry: {"inputs": tuple(map(other_layout, entry.inputs))},
     "outputs": lambda entry: {"outputs": tuple(map(other_layout, entry.outputs))},
 }  # fmt: skip

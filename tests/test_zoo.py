@@ -51,10 +51,11 @@ def test_a_convolution_in_groups_whose_bias_is_cut():
             return mint.nn.functional.conv2d(h, self.kernel, self.bias, 1, 1, 1, WIDTH)
 
     with rank_of(4, 0):
-        plan = {"": {"input": layout("dp")}, "inner": TP}
+        cut = {"kernel": layout("tp"), "bias": layout("tp")}
+        plan = {"": {"input": layout("dp"), "weight": cut}, "inner": TP}
         net = shard(Mixed(), DeviceMesh((2, 2), ("dp", "tp")), plan=plan)
         (line,) = [line for line in str(explain(net, numbers(2, 4, WIDTH))).splitlines() if "Conv2DExt(" in line]
-    assert "[4, 8, 2, 2] -> [4, 4, 2, 2]" in line and "[-, tp, -, -]" in line
+    assert "[4, 8, 2, 2] -> [2, 4, 2, 2]" in line and "[dp, tp, -, -]" in line
 
 
 def test_without_a_plan_a_method_of_another_meaning_is_an_error_that_names_the_way_out():
