@@ -18,7 +18,7 @@ from test_operators import MESH as SQUARE, ask, combinations, fill, meta_of, sha
 from mindformers_core.layout import Layout, layout
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.operators import LocalCall, TensorMeta, tensor_meta
-from mindformers_core.operators.choice import OperatorCall
+from mindformers_core.operators.choice import Choice, OperatorCall
 from mindformers_core.operators.resolve import alternatives
 from mindformers_core.program.graph import OperatorNode
 from mindformers_core.program.plan import CallPlan, Redistribution
@@ -107,6 +107,11 @@ def step(**changes):
     return lambda steps: (replace(steps[0], **changes), *steps[1:])
 
 
+def cut(axes_of):
+    """Another choice: factor -> the axes that cut it."""
+    return becomes(choice=Choice(tuple(axes_of.items())))
+
+
 ATTENTION, NORM = "model.layers.0.self_attn", "model.layers.0.input_layernorm"
 CORE = f"{ATTENTION}.core_attention"
 Q, OUT, LOSS, EMBED = f"{ATTENTION}.q_proj", f"{ATTENTION}.o_proj", "loss", "model.embed_tokens"
@@ -130,12 +135,10 @@ FAULTS = {  # name -> (path of the Cell, edit of its frame, what the error says)
         LOSS, entry("Exp", becomes(inputs=(on("dp", "tp", None),))), r"Exp: takes %4.*isn't available"),
     "an input's mark dropped": (Q, lambda frame: unmarked(frame), r"input 1 has layout \[tp, -\], where .*varying: dp"),
     "one input too few": (CORE, entry("MatMulExt", becomes(inputs=lambda old: old[:1])), "takes 2 tensors, planned"),
-    "a factor not cut": (CORE, entry("Softmax", becomes(axes_of={"d0": ("dp",)})), r"input 0 has layout .* where"),
+    "a factor not cut": (CORE, entry("Softmax", cut({"d0": ("dp",)})), r"input 0 has layout .* where"),
     "a factor too much": (
-        CORE, entry("Add", becomes(axes_of={"d0": ("dp",), "d1": ("tp",), "d3": ("tp",)})), "can't be cut as"),
-    "a whole factor cut": (ATTENTION, entry("Split", becomes(axes_of={"d3": ("tp",)})), "'d3' has to be whole"),
-    "a factor that no input has": (
-        ATTENTION, entry("Split", becomes(axes_of={"d0": ("dp",), "part0": ("tp",)})), "'part0' has to be whole"),
+        CORE, entry("Add", cut({"d0": ("dp",), "d1": ("tp",), "d3": ("tp",)})), "can't be cut as"),
+    "a whole factor cut": (ATTENTION, entry("Split", cut({"number": ("tp",)})), "'number' has to be whole"),
     "an algorithm forgotten": (
         EMBED, entry("Gather", becomes(algorithm=None, cut_axes=())), "runs None, where gather is needed"),
     "an algorithm over other axes": (EMBED, entry("Gather", becomes(cut_axes=("dp",))), "runs gather"),
@@ -155,7 +158,7 @@ FAULTS = {  # name -> (path of the Cell, edit of its frame, what the error says)
     "a gather without a sum": (
         "", entry("move", becomes(steps=step(kind="all_gather")), 1), r"can't take the step all_gather dim 1"),
     "a gather along another dim": ("", entry("move", becomes(steps=step(dim=0)), 1), "can't take the step"),
-    "a step of another size": ("", entry("move", becomes(steps=step(shape=(2, 8, 24))), 1), "goes on from"),
+    "a step of another size": ("", entry("move", becomes(steps=step(shape=(2, 8, 48))), 1), "goes on from"),
     "no steps": (OUT, entry("move", becomes(steps=()), 1), "its steps lead from"),
     "another target": (OUT, entry("move", becomes(target=on("dp", None, "tp")), 1), "its steps lead from"),
     "from a layout that isn't there": (OUT, entry("move", becomes(source=on("dp", "tp", None)), 1), "isn't available"),

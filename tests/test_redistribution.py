@@ -27,6 +27,7 @@ MODELS = (
     DeviceModel("narrow", 1e9, 0.0, Link(0.0, 1.0)),
     GPU.with_links(a=Link(1e-3, 1e6)),
 )
+SEARCHED = {kind for kind, row in STEP_KINDS.items() if row.source}
 MESHES = (
     ((2,), "a"), ((4,), "a"), ((3,), "a"), ((1, 2), "ab"), ((2, 2), "ab"), ((2, 3), "ab"), ((4, 2), "ab"),
     ((2, 2, 2), "abc"), ((2, 1, 3), "abc"), ((2, 4, 2), "abc"),
@@ -79,7 +80,7 @@ def test_plans_run_on_simulated_ranks_equal_slicing(seed):
         plan = plan_redistribution(source, target, shape, 8, model)
         kinds |= {step.kind for step in plan.steps}
         check_plan(plan, shape, values)
-    assert kinds == set(STEP_KINDS) - {"shift"}, "a kind of step was never run"
+    assert kinds == {*SEARCHED, "view"}, "a kind of step was never run"
 
 
 def check_plan(plan, shape, values):
@@ -185,7 +186,7 @@ def test_one_step_plans_and_their_bytes(source, target, kind, forward, backward)
 
 
 def test_every_row_of_the_table_has_an_example():
-    assert {row[2] for row in ONE_STEP} == set(STEP_KINDS) - {"view", "shift"}
+    assert {row[2] for row in ONE_STEP} == SEARCHED
 
 
 def both_partial(op):

@@ -33,7 +33,7 @@ class _Shared(nn.Cell):
         return y
 
     def construct(self, x):
-        if x.dtype == mstype.int32 or x.dtype == mstype.int64:  # MindSpore can't compile their gradients
+        if x.dtype in mstype.int_type + mstype.uint_type:  # MindSpore can't compile their gradients
             return self.collective.forward(ops.stop_gradient(x))
         y = self.with_one_dim_more(x)
         return ops.reshape(y, y.shape[1:])

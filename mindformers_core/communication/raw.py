@@ -13,12 +13,14 @@ from its structure. So ranks differ in constants only, never in the operators of
 from contextlib import nullcontext
 from math import prod
 
-from mindspore import nn, ops
+from mindspore import dtype as mstype, nn, ops
 
 from mindformers_core.communication.counter import record
 from mindformers_core.communication.local import chunk
 from mindformers_core.communication.world import process_state, world
-from mindformers_core.redistribution.steps import wire_bytes
+from mindformers_core.redistribution.steps import ring, wire_bytes
+
+_COMPLEX = ops.Complex()
 
 
 class RawCollective(nn.Cell):
@@ -34,10 +36,10 @@ class RawCollective(nn.Cell):
         super().__init__(auto_prefix=False)
         self.group, self.size, self.index = group, group.size, group.index
         self.kind, self.arguments = kind, arguments
+        if kind == "permute":  # its tables of all places are too long to show
+            by = arguments[0][0]
+            arguments = [f"by {by}"] * (arguments == ring(self.size, by))
         self.options = ", ".join(map(str, arguments))  # what all ranks have to agree on
-        if kind == "permute":  # a table of all places is too long to show
-            distances = {(to - place) % self.size for place, to in enumerate(arguments[0])}
-            self.options = f"by {distances.pop()}" if len(distances) == 1 else ""
         self.forward_places = None  # of the collective of a gradient: a deque, see `Recorder.issue`
 
     def __call__(self, x):
@@ -57,7 +59,7 @@ class RawCollective(nn.Cell):
         with nullcontext(True) if watch is None else watch.recorder.issue(*issued) as agrees:
             try:
                 if agrees:
-                    return self.eager(x)
+                    return _of_floats(self.eager, x)
             except RuntimeError as failure:
                 error = failure
             said = [f" ({line})" for line in str(error or "").splitlines() if line and line[0] != "-"]
@@ -69,9 +71,12 @@ class RawCollective(nn.Cell):
 
     def eager(self, x):
         """The collective in PyNative."""
-        return self.construct(x)
+        return self._in_graph(x)
 
     def construct(self, x):
+        return _of_floats(self._in_graph, x)
+
+    def _in_graph(self, x):
         return getattr(self, self.kind)(x, *self.arguments)
 
     def all_reduce(self, x, op):
@@ -93,3 +98,10 @@ class RawCollective(nn.Cell):
     def permute(self, x, destinations, origins):
         """The tensor of another place: place i sends to place `destinations[i]`, and receives from `origins[i]`."""
         return x
+
+
+def _of_floats(run, x):
+    """`run(x)`; of complex numbers, which no library takes, their real and imaginary parts go one after the other."""
+    if x.dtype == mstype.complex64:
+        return _COMPLEX(run(ops.real(x)), run(ops.imag(x)))
+    return run(x)

@@ -23,7 +23,7 @@ __all__ = ["count_in_graph"]
 
 _NODE = re.compile(r"^ +%\d+\(\w+\) = AllReduce\(.*group: \"(\w+)\"")
 _TYPE = re.compile(r"-> \(<Tensor\[(\w+)\], \(([\d, ]*)\)[,>]")
-_CALLED = re.compile(r"= (\w+)\(")
+_CALLED = re.compile(r"\b(\w+)\(")
 _BY_NAME = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute")  # how generated modules call them
 _LINE = re.compile(r"# In file (\S+):(\d+)")
 
@@ -91,7 +91,7 @@ def _kind(lines, kinds):
     found = [kind for place in places for first, last, kind in kinds if first <= int(place[2]) <= last]
     if not found:  # MindSpore may drop the lines of functions that only call another one, as that of an all-reduce does
         called = [name for line in lines for name in _CALLED.findall(line) if name.startswith(_BY_NAME)]
-        kind = next((kind for kind in _BY_NAME if called and called[-1].startswith(kind)), "all_reduce")
+        kind = next((kind for kind in _BY_NAME if called and called[0].startswith(kind)), "all_reduce")
         return kind, kind in ("all_to_all", "permute")
     return found[0], "all_gather" in found
 
