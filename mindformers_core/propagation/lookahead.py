@@ -138,10 +138,13 @@ def _gathered_once(decision):
         if not isinstance(entry, CallDecision) and entry.algorithm is not None
     )
     for key, places in taken.items():
-        ways = [[way for way in alternatives(decision.asked[place]) if way.algorithm[0] is None] for place in places]
-        if len(places) > 1 and all(ways):
-            best = [min(each, key=lambda way: (way.price.given_up, way.price.seconds)).choice for each in ways]
-            yield key, dict(zip(places, best))
+        if len(places) > 1:
+            ways = [
+                [way for way in alternatives(decision.asked[place]) if way.algorithm[0] is None] for place in places
+            ]
+            if all(ways):
+                best = [min(each, key=lambda way: (way.price.given_up, way.price.seconds)).choice for each in ways]
+                yield key, dict(zip(places, best))
 
 
 def _can_improve(run, entry, asked):
