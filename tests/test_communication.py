@@ -231,6 +231,8 @@ def test_a_permute_sends_to_who_takes_its_part(rank):
     destinations = tuple(map(taken.index, range(6)))
     assert permute.forward.arguments == (destinations, tuple(taken))
     assert permute.backward.arguments == (tuple(taken), destinations)
+    shift = comm.Shift(mesh, "tp", -1)
+    assert (permute.forward.options, shift.forward.options, shift.backward.options) == ("", "by 2", "by 1")
 
 
 def test_groups_of_a_large_mesh():

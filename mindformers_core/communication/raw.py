@@ -37,8 +37,7 @@ class RawCollective(nn.Cell):
         self.group, self.size, self.index = group, group.size, group.index
         self.kind, self.arguments = kind, arguments
         if kind == "permute":  # its tables of all places are too long to show
-            by = arguments[0][0]
-            arguments = [f"by {by}"] * (arguments == ring(self.size, by))
+            arguments = [f"by {arguments[0][0]}"] * (arguments == ring(self.size, arguments[0][0]))
         self.options = ", ".join(map(str, arguments))  # what all ranks have to agree on
         self.forward_places = None  # of the collective of a gradient: a deque, see `Recorder.issue`
 

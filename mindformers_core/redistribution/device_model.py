@@ -4,7 +4,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import inf
 
-from mindformers_core.hints import nearest
 from mindformers_core.redistribution.steps import CARRIED, COLLECTIVES, STEP_KINDS
 
 
@@ -65,8 +64,7 @@ class DeviceModel:
                 raise ValueError(f"device model '{self.name}': {name} is {getattr(self, name)!r}: at least 0 seconds")
 
         if self.backend not in CARRIED:
-            hint = f"choose one of {', '.join(CARRIED)}{nearest(self.backend, CARRIED)}"
-            raise ValueError(f"device model '{self.name}': unknown backend {self.backend!r}: {hint}")
+            raise ValueError(f"device model '{self.name}': backend {self.backend!r} is none of {', '.join(CARRIED)}")
 
     def with_links(self, **links):
         """This model with another `Link` for the axes named: `GPU.with_links(dp=Link(5e-6, 25e9))`."""
