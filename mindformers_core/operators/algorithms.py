@@ -18,12 +18,15 @@ class Algorithm:
         by_position: whether results depend on positions along the cut dim, whose parts are then contiguous.
         function: of a user's own algorithm, `function(operator, args, context)`: the results for a rank's parts of the
             tensors. `operator` computes the plain one, and `context`, a `ShardContext`, has the collectives.
+        gathers: whether ranks send elements of the tensor itself, so that its cut ends there as by a gather: what costs
+            less is chosen.
     """
 
     name: str
     text: str
     by_position: bool = True
     function: Callable | None = None
+    gathers: bool = False
 
 
 _ANYWHERE = {  # names -> text, of algorithms for which positions along the dim don't matter
@@ -54,7 +57,7 @@ _BY_POSITION = {
     "uniform normal integers permutation dropout func_dropout attention_dropout": "numbers by global position",
 }  # fmt: skip
 ALGORITHMS = {
-    name: Algorithm(name, text, table is _BY_POSITION)
+    name: Algorithm(name, text, table is _BY_POSITION, gathers=name == "slice")
     for table in (_ANYWHERE, _BY_POSITION)
     for names, text in table.items()
     for name in names.split()

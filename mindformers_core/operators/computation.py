@@ -61,5 +61,6 @@ def computation_seconds(name, signature, mesh, axes_of, dtypes, device_model):
     elements = [prod([sizes[factor] for factors in dims for factor in factors]) for dims in tensors]
     count = len(signature.inputs)
     operations = operations_of(name, sizes, elements[:count], elements[count:])
-    nbytes = sum(number * ITEM_BYTES[dtype] for number, dtype in zip(elements, dtypes))
+    each = [number * ITEM_BYTES[dtype] for number, dtype in zip(elements, dtypes)]
+    nbytes = sum(each[count:]) * 2 if facts_of(name).reads_a_part else sum(each)
     return device_model.computation(operations, nbytes) * rounds_of(signature, mesh, axes_of)

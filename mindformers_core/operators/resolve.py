@@ -30,8 +30,9 @@ def resolve(call):
     assert len(call.metas) == len(call.signature.inputs), (len(call.metas), call.signature.inputs)
     best = None
     for choice in _choices(call, _arriving(call)):
-        candidate = resolved(call, choice, None if best is None else best.price)
-        if candidate is not None:
+        by_algorithm = best is not None and best.algorithm[0] is not None
+        candidate = resolved(call, choice, None if best is None or by_algorithm else best.price)
+        if candidate is not None and (not by_algorithm or _is_preferred(candidate, best)):
             best = candidate
     if best is None:
         shown = "; ".join("derived" if given is None else str(given) for given in call.inputs)
@@ -41,6 +42,14 @@ def resolve(call):
             "several ways"
         )
     return best
+
+
+def _is_preferred(candidate, other):
+    """Whether a `Resolution` costs less than another one by an algorithm, or sends as much by the operator itself."""
+    price, known = candidate.price, other.price
+    if candidate.algorithm[0] is None and price.given_up == known.given_up:
+        return price.communication <= known.communication * (1 + 1e-9) or price.improves_on(known)
+    return price.improves_on(known)
 
 
 def alternatives(call, suggested=()):
@@ -144,10 +153,12 @@ def resolved(call, choice, limit=None):
             price += _moved(call, made, wanted, shape, dtype, trained)
     if limit is not None and not price.improves_on(limit):
         return None
-    given_up = Price(sum(map(_given_up, call.kept, inputs)), 0.0, 0.0)
     found = Resolution(choice, inputs, outputs, algorithm_of(call.name, signature, choice.axes_of), price, price)
-    own = given_up + _own_price(call, choice, trained)
-    if found.algorithm[0] is not None and call.algorithm_price is not None:
+    name, axes = found.algorithm
+    ended = axes if name is not None and algorithm_named(name).gathers else ()
+    given_up = sum(_given_up(kept, layout, ended) for kept, layout in zip(call.kept, inputs))
+    own = Price(given_up, 0.0, 0.0) + _own_price(call, choice, trained)
+    if name is not None and call.algorithm_price is not None:
         own += call.algorithm_price(call, found)
     price += own
     if limit is not None and not price.improves_on(limit):
@@ -155,9 +166,9 @@ def resolved(call, choice, limit=None):
     return replace(found, own=own, price=price)
 
 
-def _given_up(kept, layout):
-    """The number of axes in `kept` that don't cut a tensor in this layout."""
-    return len(kept.difference(*layout.axes)) if kept else 0
+def _given_up(kept, layout, ended):
+    """The number of axes in `kept` that don't cut a tensor in this layout, or whose cut ends in an algorithm."""
+    return len(kept.difference(*layout.axes) | kept.intersection(ended)) if kept else 0
 
 
 def _moved(call, source, target, shape, dtype, gradient):

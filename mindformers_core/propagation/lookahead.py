@@ -106,6 +106,10 @@ def _candidates(run, decision, choices, tried):
         if len(calls) > 1:
             yield from (("calls", {place: None}) for place in calls)
     tried.add("calls")
+    for key, choices_by_operators in _gathered_once(decision):
+        if key not in tried:
+            yield key, choices_by_operators
+            tried.add(key)
     producers = {
         value.id: (place, number)
         for place, entry in enumerate(decision.entries)
@@ -123,6 +127,24 @@ def _candidates(run, decision, choices, tried):
                 if way.inputs != decision.entries[place].inputs:
                     yield (key, target), {place: way.choice}
         tried.add((key, target))
+
+
+def _gathered_once(decision):
+    """Of each tensor that several algorithms take: choices by which operators take it whole, from one gather."""
+    taken = grouped(
+        ((pair, "gathered once"), place)
+        for place, (entry, used) in enumerate(zip(decision.entries, decision.used))
+        for pair in used[:1]
+        if not isinstance(entry, CallDecision) and entry.algorithm is not None
+    )
+    for key, places in taken.items():
+        if len(places) > 1:
+            ways = [
+                [way for way in alternatives(decision.asked[place]) if way.algorithm[0] is None] for place in places
+            ]
+            if all(ways):
+                best = [min(each, key=lambda way: (way.price.given_up, way.price.seconds)).choice for each in ways]
+                yield key, dict(zip(places, best))
 
 
 def _can_improve(run, entry, asked):

@@ -1,7 +1,7 @@
 """Rules of slices and padding: a dim that keeps its size stays parallel; a shift by a padding sends a halo.
 
-Of a cut dim up to a quarter can be taken: each rank gives what might be in its part. For more, the dim is needed whole:
-then other slices have the rest of it, as a rule, and one gather serves them all.
+A part of a cut dim can be taken by an algorithm, where each rank gives what might be in its part, or after a gather,
+which serves other slices, too: prices decide.
 """
 
 from mindformers_core.operators import views
@@ -25,10 +25,10 @@ def _sliced(x, ranges, localize, kept=None):
     ranges = {dim: taken for dim, taken in ranges.items() if taken != range(x.shape[dim])}
     output = [() if dim is None else (f"part{dim}",) if dim in ranges else names[dim] for dim in kept]
     sizes = {f"part{dim}": len(taken) for dim, taken in ranges.items()}
-    few = [] if x.dtype == "bool" else [dim for dim, taken in ranges.items() if 0 < 4 * len(taken) <= x.shape[dim]]
-    whole = {dim for dim in range(x.ndim) if dim in ranges or dim not in kept}.difference(few)
+    parts = [] if x.dtype == "bool" else [dim for dim, taken in ranges.items() if taken]
+    whole = {dim for dim in range(x.ndim) if dim in ranges or dim not in kept}.difference(parts)
     bounds = tuple((dim, taken.start, taken.stop, taken.step) for dim, taken in ranges.items())
-    more = {"distributed": {f"d{dim}": "slice" for dim in few}, "local": LocalCall((x, bounds), localize)}
+    more = {"distributed": {f"d{dim}": "slice" for dim in parts}, "local": LocalCall((x, bounds), localize)}
     return unary(x, output, sizes=sizes, whole=whole, linear=({0},), **more)
 
 
