@@ -203,10 +203,10 @@ def case_marked_results_of_a_llama():
 
 @on_ranks(4)
 def case_collectives_run_again_or_are_kept():
-    """Forward all-reduces of tp run once more, or not."""
+    """Forward all-gathers of tp run once more, or not."""
     plain, again, kept = (sharded(False, "level1", **s)[2] for s in ({}, FULL, {**FULL, "mp_comm_recompute": False}))
     assert kept == plain
-    assert again["all_reduce", ("tp",)][0] > plain["all_reduce", ("tp",)][0]
+    assert again["all_gather", ("tp",)][0] > plain["all_gather", ("tp",)][0]
 
 
 def stage_schedule(stages=(0, 1), **settings):

@@ -24,7 +24,7 @@ def case_what_is_sent_again_is_explained():
         with count_collectives() as sent:
             gradient_of(Tensor(X))
         assert told(cell) == dict(sent), settings
-        counts.append(sent["all_reduce", ("tp",)][0])
+        counts.append(sent["all_gather", ("tp",)][0])
     plain, full, operators, kept = counts
     assert min(operators, full) > plain == kept, counts
 

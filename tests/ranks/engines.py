@@ -92,17 +92,15 @@ def sharded(name, mesh, mode):
 
 
 def check_engines(name, mesh, in_graph=False):
-    """Compare a model with one card, by the eager engine and as a generated program; count what they communicate.
+    """Compare a model with one card, by the eager engine and as a generated program.
 
     Args:
         name: of the model.
         mesh: the mesh.
         in_graph: whether to compile the generated program, too.
     """
-    eager, _ = check_in_pynative(name, mesh, "eager")
+    check_in_pynative(name, mesh, "eager")
     generated, made = check_in_pynative(name, mesh, "generated")
-    for found, most in zip(_total(generated), _total(eager)):
-        assert found <= most, f"{name} on {mesh}: generated {generated}, eager {eager}"
     if in_graph:
         compiled = check_in_graph(name, mesh, *made)
         for kind, (calls, size) in compiled.items():  # a compiler leaves out what only unused results need
@@ -134,11 +132,6 @@ def check_in_graph(name, mesh, cell, args, kwargs):
         loss, gradients = seeded(jit(step_of(cell, MODELS[name])))(*args, **kwargs)
     _compare(f"{name} on {mesh}, jit", truth(name), cell, loss.asnumpy(), gradients)
     return counts
-
-
-def _total(counts):
-    """Calls and bytes."""
-    return tuple(map(sum, zip(*counts.values()))) or (0, 0)
 
 
 def _compare(what, expected, cell, loss, gradients):
