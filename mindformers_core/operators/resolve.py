@@ -47,9 +47,8 @@ def resolve(call):
 def _is_preferred(candidate, other):
     """Whether a `Resolution` costs less than another one by an algorithm, or sends as much by the operator itself."""
     price, known = candidate.price, other.price
-    if candidate.algorithm[0] is None and price.given_up == known.given_up:
-        return price.communication <= known.communication * (1 + 1e-9) or price.improves_on(known)
-    return price.improves_on(known)
+    sends_no_more = price.given_up == known.given_up and price.communication <= known.communication * (1 + 1e-9)
+    return (candidate.algorithm[0] is None and sends_no_more) or price.improves_on(known)
 
 
 def alternatives(call, suggested=()):
