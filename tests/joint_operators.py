@@ -5,7 +5,7 @@ from mindspore import ops
 from mindformers_core.operators import Algorithm, Signature, elementwise, register_algorithm, register_operator
 from mindformers_core.tensor_parallel import custom_operator
 
-__all__ = ["few", "many", "pair_sum"]
+__all__ = ["few", "many", "pair_sum", "register"]
 
 
 def pairs(x, y):
@@ -23,10 +23,6 @@ def ring(operator, args, context):
     return total
 
 
-register_algorithm(Algorithm("pair_ring", "parts of the second list go round; sums over them", False, ring))
-
-
-@register_operator("PairSum", source="joint_operators.pairs", algorithms=("pair_ring",))
 def _pairs_rule(x, y):
     (s, d), (t, _) = x.shape, y.shape
     inputs = (("s",), ("d",)), (("t",), ("d",))
@@ -46,8 +42,13 @@ def _rows_rule(x):
     return Signature(plain.inputs, plain.outputs, plain.sizes, offers=(("d0",),))
 
 
-for _name, _operations in (("Few", 3), ("Many", lambda sizes: 10**6 * sizes["d0"] * sizes["d1"])):
-    register_operator(_name, source="joint_operators.smoothed", operations=_operations)(_rows_rule)
+def register():
+    """Enter the operators: in a process of its own, or while the registry is a copy."""
+    register_algorithm(Algorithm("pair_ring", "parts of the second list go round; sums over them", False, ring))
+    register_operator("PairSum", source="joint_operators.pairs", algorithms=("pair_ring",))(_pairs_rule)
+    for name, operations in (("Few", 3), ("Many", lambda sizes: 10**6 * sizes["d0"] * sizes["d1"])):
+        register_operator(name, source="joint_operators.smoothed", operations=operations)(_rows_rule)
+
 
 pair_sum = custom_operator("PairSum", pairs)
 few, many = custom_operator("Few", smoothed), custom_operator("Many", smoothed)

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from joint_operators import few, many, pair_sum
+from joint_operators import few, many, pair_sum, register
 from mindspore import Parameter, Tensor, nn
 from verified_calls import MESH, MESH_OF_4, Sample, eager, numbers, verified
 
@@ -11,7 +11,7 @@ from mindformers_core.capture.algorithm_graph import algorithm_of
 from mindformers_core.communication.world import rank_of
 from mindformers_core.layout import Layout, layout
 from mindformers_core.mesh import DeviceMesh
-from mindformers_core.operators import OperatorCall, resolve, signature_of, tensor_meta
+from mindformers_core.operators import OperatorCall, registry, resolve, signature_of, tensor_meta
 from mindformers_core.program.plan import OperatorPlan
 from mindformers_core.propagation.algorithms import algorithm_steps
 from mindformers_core.redistribution import CPU
@@ -20,6 +20,13 @@ from mindformers_core.tensor_parallel import shard
 
 ROWS, MORE = numbers(8, 4, low=-1), numbers(12, 4, low=-1)
 RING = DeviceMesh((4,), ("cp",))
+
+
+@pytest.fixture(autouse=True)
+def operators(monkeypatch):
+    monkeypatch.setattr(registry, "_FACTS", dict(registry._FACTS))
+    monkeypatch.setattr(registry, "_ALGORITHMS", dict(registry._ALGORITHMS))
+    register()
 
 
 class Scaled(nn.Cell):

@@ -3,7 +3,7 @@
 import mindspore as ms
 import numpy as np
 from algorithm_calls import CASES, IMAGES, KERNELS, LABELS, LOSSES, NUMBERS, SOFTMAX, WINDOWS, Several
-from joint_operators import few, many, pair_sum
+from joint_operators import few, many, pair_sum, register
 from launch import on_ranks
 from mindspore import Tensor, mint, nn, ops
 from one_card import part_of
@@ -139,6 +139,7 @@ def case_windows():
 
 @on_ranks(2)
 def case_joint_and_offered_cuts():
+    register()
     rows, more = (np.random.default_rng(seed).normal(size=(4, 8)).astype(np.float32) for seed in (3, 4))
     check({"pairs": pair_sum, "turned": lambda x, y: pair_sum(y, x)}, [rows, more], [ROWS, ROWS])
     offered = {"many": lambda x: many(x * 2).sum(), "few": lambda x: few(x * 2).sum()}
