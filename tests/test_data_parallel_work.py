@@ -57,3 +57,15 @@ def test_a_rank_of_two_does_half_of_the_work(name):
     gathered = [str(move.value) for move in moves for step in move.steps if step.forward[0] == "all_gather"]
     assert len(gathered) == OF_ALL_PAIRS.get(name, 0), gathered
     assert work_of(two) <= 0.52 * work_of(one)
+
+
+def test_a_residual_net_sends_gradients_and_statistics_only():
+    """Of each weight the gradient, backward; of each batch norm sums over the batch; the loss."""
+    _, two = data_parallel(MODELS["resnet"])
+    weights = {use.value.shape for _, frame in two.walk() for use in frame.graph.parameters}
+    channels = {shape for (count, *_) in weights for shape in ((count,), (1, count, 1, 1))}
+    moves = [place.entry for place in operators_in_order(two) if isinstance(place.entry, Redistribution)]
+    assert {step.kind for move in moves for step in move.steps} == {
+        "mark_varying", "all_reduce_varying", "all_reduce", "to_partial",
+    }  # fmt: skip
+    assert {move.value.shape for move in moves} <= {(), *weights, *channels}
