@@ -20,7 +20,7 @@ from mindformers_core.communication.local import chunk
 from mindformers_core.communication.world import process_state, world
 from mindformers_core.redistribution.steps import ring, wire_bytes
 
-_COMPLEX = ops.Complex()
+_COMPLEX = ops.Complex()  # no library takes complex numbers: their real and imaginary parts go one after the other
 
 
 class RawCollective(nn.Cell):
@@ -58,7 +58,9 @@ class RawCollective(nn.Cell):
         with nullcontext(True) if watch is None else watch.recorder.issue(*issued) as agrees:
             try:
                 if agrees:
-                    return _of_floats(self.eager, x)
+                    parts = (ops.real(x), ops.imag(x)) if x.dtype == mstype.complex64 else (x,)
+                    found = [self.eager(part) for part in parts]
+                    return _COMPLEX(*found) if found[1:] else found[0]
             except RuntimeError as failure:
                 error = failure
             said = [f" ({line})" for line in str(error or "").splitlines() if line and line[0] != "-"]
@@ -72,8 +74,10 @@ class RawCollective(nn.Cell):
         """The collective in PyNative."""
         return self._in_graph(x)
 
-    def construct(self, x):
-        return _of_floats(self._in_graph, x)
+    def construct(self, x):  # not by a function that takes a method: MindSpore drops its graph too early
+        if x.dtype == mstype.complex64:
+            return _COMPLEX(self._in_graph(ops.real(x)), self._in_graph(ops.imag(x)))
+        return self._in_graph(x)
 
     def _in_graph(self, x):
         return getattr(self, self.kind)(x, *self.arguments)
@@ -97,10 +101,3 @@ class RawCollective(nn.Cell):
     def permute(self, x, destinations, origins):
         """The tensor of another place: place i sends to place `destinations[i]`, and receives from `origins[i]`."""
         return x
-
-
-def _of_floats(run, x):
-    """`run(x)`; of complex numbers, which no library takes, their real and imaginary parts go one after the other."""
-    if x.dtype == mstype.complex64:
-        return _COMPLEX(run(ops.real(x)), run(ops.imag(x)))
-    return run(x)
