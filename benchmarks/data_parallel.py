@@ -58,7 +58,8 @@ def make_variants():
     ms.set_seed(3)
     single = Net().set_train()
     ms.set_seed(3)
-    generated = shard(Net().set_train(), init_device_mesh((DP,), ("dp",)), plan={"": {"input": layout("dp")}})
+    plan = {"": {"input": {"images": layout("dp"), "labels": layout("dp")}}}
+    generated = shard(Net().set_train(), init_device_mesh((DP,), ("dp",)), plan=plan)
     steps = {
         "single/pynative": (step_of(single), whole),
         "generated/pynative": (step_of(generated), part),
