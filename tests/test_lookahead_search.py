@@ -133,7 +133,8 @@ def summary(seeds):
     for each in found:
         assert not each.first.improves_on(each.improved) and not each.improved.improves_on(each.best), each
     kept = [each for each in found if each.improved.given_up == each.best.given_up]
-    ratios = [each.improved.seconds / each.best.seconds for each in kept]
+    pairs = [(each.improved.seconds, each.best.seconds) for each in kept]
+    ratios = [1.0 if seconds == least else seconds / least for seconds, least in pairs]  # views alone take nothing
     optimal = [sum(not each.best.improves_on(getattr(each, name)) for each in found) for name in ("first", "improved")]
     return {
         "first optimal": optimal[0] / len(found),
