@@ -154,7 +154,7 @@ def test_lookahead_is_often_the_best():
 
 @pytest.mark.nightly
 def test_many_graphs():
-    """The figures of docs/propagation.md; of those left out, some take the search hours."""
+    """The figures of docs/propagation.md."""
     found = summary([*range(0, 500, 2), *range(1, 253, 2)])
     print({name: round(value, 3) for name, value in found.items()})
     assert found["optimal"] >= 0.6 and found["median"] == pytest.approx(1), found
