@@ -102,11 +102,12 @@ class Layout(Immutable):
         dims: for every tensor dim the axes that shard it, major to minor. A number among them is one of blocks that
             lie whole on each rank: of `(4, "dp")`, a rank holds its part of each quarter. None stands at the end.
         axes: the same, without the numbers.
+        cut_axes: the set of all of these.
         partial: pairs `(axis, op)`, in mesh order.
         varying: axes marked varying, in mesh order.
     """
 
-    __slots__ = ("mesh", "dims", "partial", "varying", "axes", "_hash")
+    __slots__ = ("mesh", "dims", "partial", "varying", "axes", "cut_axes", "_hash")
 
     def __new__(cls, device_matrix, alias_name, rank_list=None):
         return cls.on(DeviceMesh(device_matrix, alias_name, rank_list))
@@ -286,8 +287,8 @@ def _make_layout(mesh, dims, partial, varying):
     dims = tuple(entry_of(entry, big) for entry in dims)
     partial = tuple(sorted(((a, op) for a, op in partial if a in big), key=lambda pair: order(pair[0])))
     varying = tuple(sorted((axis for axis in varying if axis in big), key=order))
-    parts = mesh, dims, partial, varying
-    for name, value in zip(Layout.__slots__, (*parts, tuple(map(axes_in, dims)), hash(parts))):
+    parts, axes = (mesh, dims, partial, varying), tuple(map(axes_in, dims))
+    for name, value in zip(Layout.__slots__, (*parts, axes, frozenset().union(*axes), hash(parts)), strict=True):
         object.__setattr__(self, name, value)
     return self
 

@@ -105,6 +105,6 @@ class OperatorCall:
 
 def _given(meta, layout):
     """The meta of an input in its required layout; varying marks remain."""
-    used = {axis for axes in layout.axes for axis in axes} | set(dict(layout.partial))
+    used = layout.cut_axes | set(dict(layout.partial))
     whole = [axis for axis in meta.layout.varying if axis not in used]
     return tensor_meta(meta.shape, meta.dtype, layout.replace(varying=whole), not meta.differentiable)

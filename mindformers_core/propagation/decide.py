@@ -193,8 +193,7 @@ class _OpenCall:
         free = frozenset(place for place, key in enumerate(keys) if key in self.free)
         trained = frozenset(place for place, key in enumerate(keys) if self.decision.flows[key] == TRAINED)
         axes = (self.run.weight_axes if key in self.decision.weights else self.run.batch_axes for key in keys)
-        cut = ({axis for axes in self.decision.current[key].axes for axis in axes} for key in keys)
-        return free, trained, tuple(each & here for each, here in zip(axes, cut))
+        return free, trained, tuple(each & self.decision.current[key].cut_axes for each, key in zip(axes, keys))
 
     def planned(self, node, metas, free, trained, kept, choice):
         """An operator's `OperatorCall` and `OperatorPlan`, why its inputs have their layouts, and its own `Price`."""

@@ -87,7 +87,7 @@ def _above(decision, place):
         return None
     forms = decision.forms[results[0].id]
     needed = forms.entry()
-    cuts = {axis for axes in needed.axes for axis in axes} - {axis for axes in forms.first.axes for axis in axes}
+    cuts = needed.cut_axes - forms.first.cut_axes
     if needed == forms.first or cuts:  # a slice sends nothing, so nothing is gained
         return None
     way = _making(asked, 0, needed.replace(varying=()))
@@ -143,7 +143,7 @@ def _gathered_once(decision):
                 [way for way in alternatives(decision.asked[place]) if way.algorithm[0] is None] for place in places
             ]
             if all(ways):
-                best = [min(each, key=lambda way: (way.price.given_up, way.price.seconds)).choice for each in ways]
+                best = [min(each, key=_order).choice for each in ways]
                 yield key, dict(zip(places, best))
 
 
@@ -162,19 +162,15 @@ def _moves_to_save(run, decision, producers):
         for target, (source, _) in forms.moves.items():
             if target not in needed:
                 continue
-            is_slice = key in producers and not _cut_axes(target) <= _cut_axes(source)
+            is_slice = key in producers and not target.cut_axes <= source.cut_axes
             if is_slice or run.redistribution_price(value, trained, source, target).communication:
                 yield key, source, target
-
-
-def _cut_axes(layout):
-    return {axis for axes in layout.axes for axis in axes}
 
 
 def _scattered(decision, place, key, source, target):
     """What `alternatives` takes as suggested: of a partial sum that a product gets whole, parts along each dim."""
     entry, asked = decision.entries[place], decision.asked[place]
-    axes = tuple(axis for axis, _ in source.partial if axis not in {*dict(target.partial), *_cut_axes(target)})
+    axes = tuple(axis for axis, _ in source.partial if axis not in {*dict(target.partial), *target.cut_axes})
     if not axes or not callable(facts_of(asked.name).operations):
         return []
     keys = [decision.graph.names.get(value.id, value.id) for value, _ in entry.consumed]
@@ -209,12 +205,17 @@ def _pulled(decision, producers, key, target):
         frontier = following
 
 
+def _order(way):
+    """By which the `Resolution` of the lower price comes first."""
+    return way.price.given_up, way.price.seconds
+
+
 def _making(asked, number, layout):
     """The cheapest `Resolution` of an operator whose output `number` is in `layout`, or None."""
     bare = layout.replace(varying=())
     ways = alternatives(asked, [(asked.signature.outputs[number], bare)])
     ways = [way for way in ways if way.outputs[number].replace(varying=()) == bare]
-    return min(ways, key=lambda way: (way.price.given_up, way.price.seconds), default=None)
+    return min(ways, key=_order, default=None)
 
 
 def _missing(decision, entry, resolution):

@@ -107,7 +107,7 @@ class Propagation:
         self.parameters = parameters
         self.free = frozenset(free)
         self.device_model, self.algorithm = device_model, algorithm
-        weights = {axis for path in parameters.keys() - self.free for axis in _axes(parameters[path])}
+        weights = {axis for path in parameters.keys() - self.free for axis in parameters[path].cut_axes}
         self.batch_axes, self.weight_axes = frozenset(mesh.axis_names) - weights, frozenset(weights)
         self._declarations = declarations
         self._below = _by_ancestor(declarations)
@@ -144,7 +144,7 @@ class Propagation:
         arguments = {}
         for value in tree_leaves(graph.arguments):
             arguments[value.id] = layouts[value.id], FLOWS if is_float(value.dtype) else NOTHING, False
-        self.weight_axes -= {axis for layout, _, _ in arguments.values() for axis in _axes(layout)}
+        self.weight_axes -= {axis for layout, _, _ in arguments.values() for axis in layout.cut_axes}
         return self.improved(graph, arguments, final)
 
     def redistribution_price(self, value, gradient, source, target):
@@ -201,11 +201,6 @@ class Propagation:
         """The `CellPlan` of a call, shared by identical calls; see `insert_redistributions`."""
         key = (decision, tuple(passed.items()), lifted)
         return _once(self._plans, key, lambda: insert_redistributions(self, decision, passed, lifted))
-
-
-def _axes(layout):
-    """The mesh axes that cut a dim."""
-    return {axis for axes in layout.axes for axis in axes}
 
 
 def _once(known, key, make):

@@ -55,7 +55,7 @@ def replicated_axes(layout):
 
 def placed_axes(layout):
     """The axes on which a layout is sharded or partial."""
-    return {axis for axes in layout.axes for axis in axes} | set(dict(layout.partial))
+    return layout.cut_axes | set(dict(layout.partial))
 
 
 def check_result(tensor, layout, what):
