@@ -93,13 +93,13 @@ def _plan_and_check(layers):
         for name, given in declared.weights.items():
             stored[f"{path}.{name}"] = bind_layout(given, mesh)
 
-    def plan():
+    def plan_anew():
         return propagate(graph, mesh, arguments, stored, declarations)
 
-    frame = plan()
+    plan = plan_anew()
     return [
-        Variant(f"propagate/{layers}_layers", "capture/1_layers", plan),
-        Variant(f"check/{layers}_layers", "capture/1_layers", lambda: check_plan(frame, final=True)),
+        Variant(f"propagate/{layers}_layers", "capture/1_layers", plan_anew),
+        Variant(f"check/{layers}_layers", "capture/1_layers", lambda: check_plan(plan, final=True)),
     ]
 
 

@@ -125,9 +125,9 @@ def place_of(tensor):
 
 def predicted_bytes(net):
     """The same by the plan of the program that ran last."""
-    frame = programs(net)[-1].frame
-    again = frozenset(place.key for place in operators_in_order(frame) if place.entry in place.frame.keepers)
-    return Prediction(frame, algorithm_of).saved_bytes(again)
+    plan = programs(net)[-1].plan
+    again = frozenset(place.key for place in operators_in_order(plan) if place.entry in place.plan.keepers)
+    return Prediction(plan, algorithm_of).saved_bytes(again)
 
 
 def main(variant, mode):

@@ -29,7 +29,7 @@ here a dim that an operator needs whole is gathered first, or a distributed algo
 one card.
 
 *Stays cut*, *gathered first*, *algorithm*: `1.0` is dim 0 of input 1, in the sample call of the first spelling that is
-covered. The algorithms are in `mindformers_core/dtensor`. *State*: of how many spellings a parallel program is made.
+covered. The algorithms are in `mindformers_core/algorithms`. *State*: of how many spellings a parallel program is made.
 """
 COLUMNS = "| operator | spellings | sample | stays cut | gathered first | algorithm | constraint there | state here |"
 

@@ -7,7 +7,7 @@ python scripts/scan_kernels.py --record docs/kernels.md
 
 Each operator is called, forward and with its gradient, by a public function of `operator_samples` that has a kernel,
 on tensors that are as long as its sample allows, while another process keeps a core busy. Extremes go through the calls
-of tests/operator_source_calls.py, as generated code writes them: with what `dtensor/corrected.py` puts in their place.
+of tests/operator_source_calls.py, as generated code writes them: with what `lowering/corrected.py` puts in their place.
 A process of its own does the work, since kernels may crash: that costs one entry.
 """
 

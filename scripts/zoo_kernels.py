@@ -9,8 +9,8 @@ import numpy as np
 from mindspore import Tensor, mint, ops
 from mindspore.ops.auto_generate import gen_ops_prim
 
-from mindformers_core.dtensor.einsum import contract
-from mindformers_core.dtensor.indexing import IndexedTensor
+from mindformers_core.lowering.einsum import contract
+from mindformers_core.lowering.indexing import IndexedTensor
 from mindformers_core.program.structure import tree_leaves
 from mindformers_core.scopes import replaced
 

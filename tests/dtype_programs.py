@@ -67,5 +67,5 @@ def loss_of(results):
 def foretold(dtype, mesh):
     """`(kind, axes)` -> calls and bytes of a step, forward and backward, by the plan of a `Moves`."""
     cell, x = sharded(dtype, mesh)
-    traffic = make_report(prepare(cell, x).frame, algorithm_of).traffic
+    traffic = make_report(prepare(cell, x).plan, algorithm_of).traffic
     return summed(((name, axes), counts) for (axes, _, name), counts in traffic.items())

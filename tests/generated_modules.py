@@ -10,7 +10,7 @@ from mindspore import Tensor
 from operator_calls import local
 
 from mindformers_core.capture.capture import capture
-from mindformers_core.dtensor.operator_source import operator_source
+from mindformers_core.lowering.operator_source import operator_source
 from mindformers_core.program.structure import tree_leaves
 
 GROUP = 40  # programs that are compiled together

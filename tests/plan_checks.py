@@ -54,13 +54,13 @@ CONFIGS = {
 
 def move_bytes(plan):
     """Bytes that a rank sends in all moves of a plan: forward, and backward where a trained parameter is behind."""
-    moves = [move for _, frame in plan.walk() for move in frame.redistributions]
+    moves = [move for _, inner in plan.walk() for move in inner.redistributions]
     forward = sum(step.nbytes for move in moves for step in move.steps)
     return forward, sum(step.backward[1] for move in moves if move.gradient for step in move.steps)
 
 
 def communication(plan):
     """Seconds of all redistributions of a plan: forward, and backward where a trained parameter is behind."""
-    moves = [move for _, frame in plan.walk() for move in frame.redistributions]
+    moves = [move for _, inner in plan.walk() for move in inner.redistributions]
     ends = [(move.source, move.target, move.value.shape, move.value.dtype, move.gradient) for move in moves]
     return pytest.approx(sum(redistribution_price(*each, plan.device_model).communication for each in ends))

@@ -33,7 +33,7 @@ def first_difference(large, small):
         if large is small:
             return None
         named, place = len(small.graph.nodes) == len(large.graph.nodes), 0
-        theirs, ours = (_entries(frame, named) for frame in (large, small))
+        theirs, ours = (_entries(plan, named) for plan in (large, small))
         if named:
             return next(filter(None, (differing(large, *pair) for pair in zip_longest(theirs, ours))), None)
         for entry in theirs:
@@ -49,7 +49,7 @@ def first_difference(large, small):
             shown = [each.text if each is not None else "nothing more" for each in (entry, other)]
             rules = ", by another rule or with one local element of a dim" if shown[0] == shown[1] else ""
             return f"{large.graph.label} has '{shown[0]}' at the recipe's sizes, and '{shown[1]}' at small sizes{rules}"
-        return None if entry.frame is None else found(entry.frame, other.frame)
+        return None if entry.plan is None else found(entry.plan, other.plan)
 
     return found(large, small)
 
@@ -60,34 +60,34 @@ class _Entry:
 
     Attributes:
         text, rule: see `_entries`.
-        frame: the `CellPlan` that it calls.
+        plan: the `CellPlan` that it calls.
         is_of_layers: whether it may be the call of a layer, or before one.
     """
 
     text: str
     rule: tuple = ()
-    frame: object = field(default=None, compare=False)
+    plan: object = field(default=None, compare=False)
     is_of_layers: bool = False
 
 
-def _entries(frame, named):
+def _entries(plan, named):
     """An `_Entry` for the tensors that a plan takes, for each instruction, and for the results.
 
     Args:
-        frame: the `CellPlan`.
+        plan: the `CellPlan`.
         named: whether the numbers of Values are compared.
     """
 
     def shown(pairs):
         return ", ".join(f"%{value.id} {layout}" if named else str(layout) for value, layout in pairs)
 
-    graph = frame.graph
+    graph = plan.graph
     taken = [*tree_leaves(graph.arguments), *(use.value for use in (*graph.parameters, *graph.constants) if named)]
-    text = f"({shown((value, frame.layouts[value.id]) for value in taken)}; {shown(frame.lifted)})"
-    text += f", trained: {sorted(frame.gradients) if named else 'as before'}"
-    found = [_Entry(f"{text}, takes weights: {frame.takes_weights}, compiled: {frame.compiled}")]
-    for entry in frame.instructions:
-        keeper = frame.keepers.get(entry)
+    text = f"({shown((value, plan.layouts[value.id]) for value in taken)}; {shown(plan.lifted)})"
+    text += f", trained: {sorted(plan.gradients) if named else 'as before'}"
+    found = [_Entry(f"{text}, takes weights: {plan.takes_weights}, compiled: {plan.compiled}")]
+    for entry in plan.instructions:
+        keeper = plan.keepers.get(entry)
         kept = "" if keeper is None else f", kept by {keeper.name}{'' if keeper.takes_collectives else ' alone'}"
         if isinstance(entry, Redistribution):
             steps = [f"{at.kind} {at.op} {at.dim} {at.to_dim} over {', '.join(at.axes)}" for at in entry.steps]
@@ -97,13 +97,13 @@ def _entries(frame, named):
         text = f"{shown(entry.produced)} = {{}}({shown(entry.consumed)})"
         if isinstance(entry, CallPlan):
             name = re.sub(r"\d+", "*", entry.node.child or entry.node.graph.path)
-            whole = ", whole" if entry.frame is None else ""
+            whole = ", whole" if entry.plan is None else ""
             found.append(
-                _Entry(f"{text.format(name)} with ({shown(entry.lifted)}){whole}{kept}", (), entry.frame, "*" in name)
+                _Entry(f"{text.format(name)} with ({shown(entry.lifted)}){whole}{kept}", (), entry.plan, "*" in name)
             )
         else:
             runs = f" by {entry.algorithm} over {', '.join(entry.cut_axes)}" if entry.algorithm else ""
             rule = [getattr(entry.signature, name) for name in _RULE]
             rule += [tuple(count > 1 for count in shape) for shape in entry.local_shapes]
             found.append(_Entry(f"{text.format(entry.node.operator)}, {entry.axes_of}{runs}{kept}", tuple(rule)))
-    return [*found, _Entry(f"return {shown(frame.returned)}")]
+    return [*found, _Entry(f"return {shown(plan.returned)}")]

@@ -12,7 +12,7 @@ __all__ = ["captured", "planned", "silent_algorithm"]
 
 
 def planned(*call, **settings):
-    """`(graph, frame)`: the capture of a call, and its plan; arguments as of `captured`."""
+    """`(graph, plan)`: the capture of a call, and its plan; arguments as of `captured`."""
     graph, *given = captured(*call, **settings)
     return graph, propagate(graph, *given)
 

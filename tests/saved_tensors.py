@@ -32,9 +32,9 @@ def measured(function, *inputs, exclude=()):
     return sum(one.untyped_storage().nbytes() for one in distinct(packed, (*inputs, *exclude)))
 
 
-def saved_activations(frame, dropped=frozenset(), algorithm=None, arguments_need=True):
+def saved_activations(plan, dropped=frozenset(), algorithm=None, arguments_need=True):
     """What a plan predicts of it: see `Prediction`."""
-    return Prediction(frame, algorithm, arguments_need).saved(frozenset(dropped))
+    return Prediction(plan, algorithm, arguments_need).saved(frozenset(dropped))
 
 
 def saved_bytes(*given, **settings):

@@ -54,21 +54,21 @@ def simulate(plan, inputs, parameters, rng):
     return _run(plan, "", given, [], parameters, stored)
 
 
-def _run(frame, path, given, lifted, parameters, stored):
+def _run(plan, path, given, lifted, parameters, stored):
     """One call; `given` holds its arguments, `lifted` what comes besides, `stored` the parameters' parts."""
-    graph, hand = frame.graph, {}
+    graph, hand = plan.graph, {}
     for number, local in given.items():
-        hand[number, frame.layouts[number]] = local
+        hand[number, plan.layouts[number]] = local
     for use in graph.parameters:
         name = use.path if use.local is None else f"{path}.{use.local}" if path else use.local
-        layout = frame.layouts[use.value.id]
+        layout = plan.layouts[use.value.id]
         part = stored.setdefault((name, layout), distribute(parameters[name], layout, None))
         hand[use.value.id, layout] = part
     for constant in graph.constants:
-        ranks = frame.mesh.rank_list
-        hand[constant.value.id, frame.layouts[constant.value.id]] = dict.fromkeys(ranks, constant.array)
-    hand.update(zip([(value.id, layout) for value, layout in frame.lifted], lifted, strict=True))
-    for entry in frame.instructions:
+        ranks = plan.mesh.rank_list
+        hand[constant.value.id, plan.layouts[constant.value.id]] = dict.fromkeys(ranks, constant.array)
+    hand.update(zip([(value.id, layout) for value, layout in plan.lifted], lifted, strict=True))
+    for entry in plan.instructions:
         if isinstance(entry, Redistribution):
             local = hand[entry.value.id, entry.source]
             for step in entry.steps:
@@ -81,14 +81,14 @@ def _run(frame, path, given, lifted, parameters, stored):
         results = run(entry, path, inputs, hand, parameters, stored)
         for value, layout, local in zip(tree_leaves(entry.node.outputs), entry.outputs, results, strict=True):
             hand[value.id, layout] = local
-    return [hand[value.id, layout] for value, layout in zip(tree_leaves(graph.result), frame.results, strict=True)]
+    return [hand[value.id, layout] for value, layout in zip(tree_leaves(graph.result), plan.results, strict=True)]
 
 
 def _called(call, path, inputs, hand, parameters, stored):
     given = {inner.id: inputs[outer] for inner, outer in match_arguments(call.node).items()}
     lifted = [hand[value.id, layout] for value, layout in call.lifted]
     child = f"{path}.{call.node.child}" if path else call.node.child
-    return _run(call.frame, child, given, lifted, parameters, stored)
+    return _run(call.plan, child, given, lifted, parameters, stored)
 
 
 def _operated(plan, path, inputs, hand, parameters, stored):

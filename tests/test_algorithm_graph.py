@@ -23,11 +23,11 @@ from algorithm_calls import (
 from mindspore import Tensor, mint, ops
 from simulated_ranks import collect, distribute, run_forward
 
+from mindformers_core.algorithms.distributed_operators import ALGORITHMS
 from mindformers_core.capture.algorithm_graph import algorithm_graph, redistribution_steps
 from mindformers_core.capture.capture import capture
-from mindformers_core.dtensor.corrected import padded
-from mindformers_core.dtensor.distributed_operators import ALGORITHMS
 from mindformers_core.layout import Layout, layout
+from mindformers_core.lowering.corrected import padded
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.operators.registry import facts_of
 from mindformers_core.program.plan import OperatorPlan
@@ -79,8 +79,8 @@ def plans_of(function, arrays, given):
     graph = capture(Several({"": function}), *tensors)
     arguments = tree_leaves(list(graph.arguments.values()))
     layouts = [given.bind(MESH, arrays[0].ndim), *(Layout.on(MESH, ((),) * array.ndim) for array in arrays[1:])]
-    frame = propagate(graph, MESH, {value.id: each for value, each in zip(arguments, layouts)}, {}, {})
-    plans = [entry for entry in frame.instructions if isinstance(entry, OperatorPlan) and entry.algorithm]
+    plan = propagate(graph, MESH, {value.id: each for value, each in zip(arguments, layouts)}, {}, {})
+    plans = [entry for entry in plan.instructions if isinstance(entry, OperatorPlan) and entry.algorithm]
     return graph, plans
 
 

@@ -6,8 +6,9 @@ import pytest
 from mindspore import Tensor, nn, ops
 from plan_checks import MESH, move_bytes, plan_of
 
+from mindformers_core.algorithms.distributed_operators import ALGORITHMS
+from mindformers_core.algorithms.shard_context import ShardContext
 from mindformers_core.capture.algorithm_graph import algorithm_graph
-from mindformers_core.dtensor.distributed_operators import ALGORITHMS, ShardContext
 from mindformers_core.layout import Layout
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.operators import signature_of, tensor_meta

@@ -12,10 +12,10 @@ from small_cells import cell_of
 from verified_calls import MESH, Sample, eager, verified
 
 from mindformers_core import verify
+from mindformers_core.algorithms.distributed_operators import ALGORITHMS as FUNCTIONS
 from mindformers_core.communication.world import rank_of
-from mindformers_core.dtensor.corrected import OWN_FUNCTIONS
-from mindformers_core.dtensor.distributed_operators import ALGORITHMS as FUNCTIONS
 from mindformers_core.layout import layout
+from mindformers_core.lowering.corrected import OWN_FUNCTIONS
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.operators import (
     Algorithm,

@@ -54,14 +54,14 @@ def cut_program(again=(), units=()):
         return tree.program("", (tensor_meta((2, 3), "int32"),), {})
 
 
-def compiled_functions(frame, graph):
+def compiled_functions(plan, graph):
     """Path and number of each function that is compiled by itself -> how, in the order of the calls."""
-    if frame.compiled:
-        part = frame.graph.class_name.partition("Part")[2]
-        return {graph.path + (f" part{part}" if part else ""): frame.compiled}
+    if plan.compiled:
+        part = plan.graph.class_name.partition("Part")[2]
+        return {graph.path + (f" part{part}" if part else ""): plan.compiled}
     found = {}
-    for call, inner in called_graphs(frame, graph):
-        found |= compiled_functions(call.frame, inner)
+    for call, inner in called_graphs(plan, graph):
+        found |= compiled_functions(call.plan, inner)
     return found
 
 
@@ -88,18 +88,18 @@ def test_which_functions_are_compiled(units, recomputed, again, once):
 
 def test_what_goes_into_a_part_and_comes_out():
     """All that is taken from before, and all that is needed after; constants stay out."""
-    layer = cut_program([f"{path}.attention" for path in LAYERS]).generated.calls[0].frame.calls[1].frame
+    layer = cut_program([f"{path}.attention" for path in LAYERS]).generated.calls[0].plan.calls[1].plan
     (_, part) = layer.calls
     assert [value.hint for value, _ in part.lifted] == ["attention", "scale", "x"]
-    assert len(part.outputs) == 1 and part.frame.takes_weights
-    assert [use.local for use in part.frame.graph.parameters] == []  # those of mlp are passed to its function
-    assert part.frame.calls[0].node.child == "mlp"
+    assert len(part.outputs) == 1 and part.plan.takes_weights
+    assert [use.local for use in part.plan.graph.parameters] == []  # those of mlp are passed to its function
+    assert part.plan.calls[0].node.child == "mlp"
 
 
 def test_a_single_operator_is_no_part():
     """`tanh` after the recomputed layers, before the recomputed head."""
     program = cut_program([*LAYERS, "model.head"])
-    model = program.generated.calls[0].frame
+    model = program.generated.calls[0].plan
     assert [call.node.child for call in model.calls] == ["", "layers.0", "layers.1", "head"]
     operators = [entry.node.operator for entry in model.instructions if isinstance(entry, OperatorPlan)]
     assert operators[-1] == "Tanh"
@@ -109,7 +109,7 @@ def test_alike_cells_share_their_parts():
     """Each call still has its own weights."""
     program = cut_program([f"{path}.attention" for path in LAYERS])
     first, second = [pair for pair in called_graphs(*model_of(program)) if pair[0].node.child != ""]
-    assert first[0].frame is second[0].frame
+    assert first[0].plan is second[0].plan
     paths = [[use.path for call in graph.calls() for use in call.parameters] for _, graph in (first, second)]
     assert paths[0] != paths[1] == [path.replace("layers.0", "layers.1") for path in paths[0]]
 
@@ -138,11 +138,11 @@ def test_what_is_made_of_constants_stays_out_with_their_moves():
     init_distributed("fake", world_size=2)
     tree = tree_of(shard(net.set_train(), init_device_mesh((1, 2), ("dp", "tp"))))
     with tree.for_compiled((("dense",), ())):
-        frame = tree.program("", (tensor_meta((4, 8), "float32"),), {}).generated
-    assert [call.node.child for call in frame.calls if call.frame.compiled] == ["dense", "", "dense", ""]
-    assert not any(value.constant for call in frame.calls if call.node.child == "" for value in call.node.outputs)
+        plan = tree.program("", (tensor_meta((4, 8), "float32"),), {}).generated
+    assert [call.node.child for call in plan.calls if call.plan.compiled] == ["dense", "", "dense", ""]
+    assert not any(value.constant for call in plan.calls if call.node.child == "" for value in call.node.outputs)
 
 
 def model_of(program):
     (call, graph), *_ = called_graphs(program.generated, program.graph)
-    return call.frame, graph
+    return call.plan, graph

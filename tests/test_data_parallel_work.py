@@ -37,13 +37,13 @@ def data_parallel(example):
         return [propagate(graph, *call, declared, BUSY) for call in ((one, *on_one), (two, *layouts))]
 
 
-def work_of(frame):
+def work_of(plan):
     """Floating-point operations of a rank."""
     total = 0
-    for place in operators_in_order(frame):
+    for place in operators_in_order(plan):
         entry = place.entry
         if isinstance(entry, OperatorPlan):
-            sizes = local_sizes(entry.signature, frame.mesh, entry.axes_of)
+            sizes = local_sizes(entry.signature, plan.mesh, entry.axes_of)
             inputs = [prod(given.local_shape(value.shape)) for value, given in entry.consumed]
             outputs = list(map(prod, entry.local_shapes))
             total += operations_of(entry.node.operator, sizes, inputs, outputs, may_view=entry.algorithm is None)
@@ -62,7 +62,7 @@ def test_a_rank_of_two_does_half_of_the_work(name):
 def test_a_residual_net_sends_gradients_and_statistics_only():
     """Of each weight the gradient, backward; of each batch norm sums over the batch; the loss."""
     _, two = data_parallel(MODELS["resnet"])
-    weights = {use.value.shape for _, frame in two.walk() for use in frame.graph.parameters}
+    weights = {use.value.shape for _, plan in two.walk() for use in plan.graph.parameters}
     channels = {shape for (count, *_) in weights for shape in ((count,), (1, count, 1, 1))}
     moves = [place.entry for place in operators_in_order(two) if isinstance(place.entry, Redistribution)]
     assert {step.kind for move in moves for step in move.steps} == {

@@ -9,7 +9,7 @@ from mindspore import Tensor, mint, nn, ops
 from small_cells import cell_of
 
 from mindformers_core import verify
-from mindformers_core.dtensor.dropout import draws_of, next_draw
+from mindformers_core.algorithms.dropout import draws_of, next_draw
 from mindformers_core.dtensor.interception import draws_by_position
 from mindformers_core.layout import Layout
 from mindformers_core.mesh import DeviceMesh, init_device_mesh

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from mindspore import Tensor
 
-from mindformers_core.dtensor.draws import whole_context
-from mindformers_core.dtensor.dropout import connect_generator, counters, dropout_with_mask, next_random_state
+from mindformers_core.algorithms.draws import whole_context
+from mindformers_core.algorithms.dropout import connect_generator, counters, dropout_with_mask, next_random_state
 
 SIZE = 1024
 

@@ -43,8 +43,8 @@ def block():
 def feed_forward(sequence_parallel):
     config = SimpleNamespace(sequence_parallel=sequence_parallel)
     arriving = {"x": layout(None, "tp") if sequence_parallel else layout()}
-    _, frame = planned(block().set_train(), TP, (tensor_meta((4, 6, 8), "float32"),), config=config, arriving=arriving)
-    return frame
+    _, plan = planned(block().set_train(), TP, (tensor_meta((4, 6, 8), "float32"),), config=config, arriving=arriving)
+    return plan
 
 
 def test_totals_of_a_feed_forward_block():
@@ -72,8 +72,8 @@ def test_activations_of_a_feed_forward_block():
 
 
 def evaluation_bytes(function):
-    _, frame = planned(Function(function), TP, (tensor_meta((16,), "float32"),), arriving={"inputs": layout("tp")})
-    return make_report(frame).evaluation_bytes // 32  # in numbers of local tensors
+    _, plan = planned(Function(function), TP, (tensor_meta((16,), "float32"),), arriving={"inputs": layout("tp")})
+    return make_report(plan).evaluation_bytes // 32  # in numbers of local tensors
 
 
 def residual(x):
@@ -134,9 +134,9 @@ def test_an_algorithm_is_not_left_out():
         make_report(cut_softmax())
 
 
-def unsent(frame):
+def unsent(plan):
     """The report of a plan, without what distributed algorithms send."""
-    return make_report(frame, silent_algorithm)
+    return make_report(plan, silent_algorithm)
 
 
 def example(name):
@@ -147,14 +147,14 @@ def example(name):
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_totals_are_the_sums_of_all_moves(name):
-    frame = example(name)
-    report = unsent(frame)
-    moves = [move for _, found in frame.walk() for move in found.redistributions]
+    plan = example(name)
+    report = unsent(plan)
+    moves = [move for _, found in plan.walk() for move in found.redistributions]
     forward = sum(step.forward[1] for move in moves for step in move.steps)
     backward = sum(step.backward[1] for move in moves if move.gradient for step in move.steps)
     assert [sum(both) for both in zip(*bytes_by_axes(report.traffic).values())] == [forward, backward]
     assert forward and backward
-    lines = explain_plan(unsent(frame)).splitlines()
+    lines = explain_plan(unsent(plan)).splitlines()
     assert max(map(len, lines)) <= 120
 
 
@@ -187,12 +187,12 @@ def test_the_text():
 
 
 def test_arrows_mark_what_communicates():
-    frame = feed_forward(sequence_parallel=True)
-    marked = [line.split()[1] for line in explain_plan(make_report(frame)).splitlines() if line.strip().startswith("→")]
-    rows = [row.report for row in make_report(frame).root.rows if row.report is not None]
+    plan = feed_forward(sequence_parallel=True)
+    marked = [line.split()[1] for line in explain_plan(make_report(plan)).splitlines() if line.strip().startswith("→")]
+    rows = [row.report for row in make_report(plan).root.rows if row.report is not None]
     moves = [row for report in rows for row in report.rows if isinstance(row.entry, Redistribution)]
     assert len(marked) == 3 and marked.count("weight") == 1
-    assert len(moves) + sum(isinstance(row.entry, Redistribution) for row in make_report(frame).root.rows) == 3
+    assert len(moves) + sum(isinstance(row.entry, Redistribution) for row in make_report(plan).root.rows) == 3
 
 
 def test_operators_of_one_line_come_together():
@@ -224,18 +224,18 @@ def test_what_is_sent_of_parameters_is_in_the_table():
 
 
 def test_nothing_to_say():
-    _, frame = planned(Function(ops.exp), TP, (tensor_meta((3,), "float32"),))
-    assert "Nothing is communicated." in explain_plan(make_report(frame))
-    assert "Nothing is communicated." in page(make_report(frame), "alone")
+    _, plan = planned(Function(ops.exp), TP, (tensor_meta((3,), "float32"),))
+    assert "Nothing is communicated." in explain_plan(make_report(plan))
+    assert "Nothing is communicated." in page(make_report(plan), "alone")
 
 
 def test_a_cell_whose_code_is_in_no_file():
     """As at Python's prompt."""
     made = {"nn": nn, "ops": ops}
     exec("class Typed(nn.Cell):\n    def construct(self, x):\n        return ops.exp(x)", made)
-    _, frame = planned(made["Typed"](), TP, (tensor_meta((3,), "float32"),))
-    assert re.search(r"Exp\(x\) +float32 \[3\]", explain_plan(make_report(frame)))
-    assert "Exp" in page(make_report(frame), "typed")
+    _, plan = planned(made["Typed"](), TP, (tensor_meta((3,), "float32"),))
+    assert re.search(r"Exp\(x\) +float32 \[3\]", explain_plan(make_report(plan)))
+    assert "Exp" in page(make_report(plan), "typed")
 
 
 def test_bytes_as_words():
@@ -281,13 +281,13 @@ def test_the_page_stands_alone():
 
 
 def test_the_page_says_what_the_text_says():
-    frame = llama()
-    found = Reader(page(unsent(frame), "Llama"))
+    plan = llama()
+    found = Reader(page(unsent(plan), "Llama"))
     text = "".join(found.text)
-    report = unsent(frame)
+    report = unsent(plan)
     assert bytes_shown(report.training_bytes) in text and bytes_shown(report.evaluation_bytes) in text
     bands = [kind for kind in found.all_of("class") if kind.startswith("move sends")]
-    arrows = [line for line in explain_plan(unsent(frame)).splitlines() if line.strip().startswith("→")]
+    arrows = [line for line in explain_plan(unsent(plan)).splitlines() if line.strip().startswith("→")]
     assert len(bands) == len(arrows)
     assert "layers.1 … layers.3  ×3" in text and "8→4dp a dim cut, global → local" in text
     assert any("[2, 8, 40] -> [1, 8, 20] [dp, -, tp]" in title for title in found.all_of("title"))
@@ -301,8 +301,8 @@ def test_the_page_grows_with_what_differs_only():
 def test_everything_is_escaped():
     odd = block()
     type(odd).__qualname__ = "Odd<b>&amp;"
-    _, frame = planned(odd, TP, (tensor_meta((4, 6, 8), "float32"),))
-    source = page(make_report(frame), "<script>&\"'")
+    _, plan = planned(odd, TP, (tensor_meta((4, 6, 8), "float32"),))
+    source = page(make_report(plan), "<script>&\"'")
     found = Reader(source)
     text = "".join(found.text)
     assert text.count("<script>&\"'") == 2 and text.count("Odd<b>&amp;") == 3

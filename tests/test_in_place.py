@@ -13,9 +13,9 @@ from mindformers_core.capture.algorithm_graph import algorithm_of
 from mindformers_core.capture.capture import capture
 from mindformers_core.capture.traced import CaptureError
 from mindformers_core.communication.world import rank_of
-from mindformers_core.dtensor.indexing import with_items
 from mindformers_core.explaining.report import make_report
 from mindformers_core.layout import layout
+from mindformers_core.lowering.indexing import with_items
 from mindformers_core.mesh import DeviceMesh, init_device_mesh
 from mindformers_core.program.structure import tree_leaves, tree_map
 
@@ -137,8 +137,8 @@ def test_a_cache_is_copied_once(index):
     y = rows[:, :, 0] if isinstance(index, int) else rows
     cut = {"x": layout("dp", "tp", None, None), "y": layout("dp", "tp", *(None,) * (y.ndim - 2))}
     with rank_of(4, 0):
-        graph, frame = planned(cell_of(write), MESH, (Tensor(x), Tensor(y)), arriving=cut, plan={"": {"input": cut}})
-        assert not make_report(frame, algorithm_of).traffic
+        graph, plan = planned(cell_of(write), MESH, (Tensor(x), Tensor(y)), arriving=cut, plan={"": {"input": cut}})
+        assert not make_report(plan, algorithm_of).traffic
     large = [node.operator for node in graph.nodes if x.shape in [value.shape for value in tree_leaves(node.outputs)]]
     assert large == ["Muls", "TensorScatterElements"]
 

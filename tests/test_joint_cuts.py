@@ -57,9 +57,9 @@ def test_a_ring_sends_each_part_round_once(mesh, cut):
     assert not check.faults, check.report()
     with rank_of(4, 0):
         net = shard(net.set_train(), mesh, plan=plan)
-        frame = prepare(net, tensor_meta((2, 4), "float32"), tensor_meta((3, 4), "float32")).frame
+        made = prepare(net, tensor_meta((2, 4), "float32"), tensor_meta((3, 4), "float32")).plan
     (pairs,) = [
-        each for each in frame.instructions if isinstance(each, OperatorPlan) and each.node.operator == "PairSum"
+        each for each in made.instructions if isinstance(each, OperatorPlan) and each.node.operator == "PairSum"
     ]
     assert (pairs.algorithm, pairs.cut_axes) == ("pair_ring", (cut,) if isinstance(cut, str) else cut)
     part = 3 * 4 * 4  # bytes of a rank's rows of y
@@ -83,10 +83,10 @@ def test_an_offered_cut_wins_by_its_price():
     """A million operations an element are worth the gather of a gradient; a few aren't."""
     for function, cut in ((few, ()), (many, ("a",))):
         with rank_of(2, 0):
-            frame = prepare(shard(Scaled(function).set_train(), MESH), tensor_meta((8, 4), "float32")).frame
+            plan = prepare(shard(Scaled(function).set_train(), MESH), tensor_meta((8, 4), "float32")).plan
         (called,) = [
             each
-            for each in frame.instructions
+            for each in plan.instructions
             if isinstance(each, OperatorPlan) and each.node.operator in ("Few", "Many")
         ]
         assert called.inputs[0].axes[0] == cut

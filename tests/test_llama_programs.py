@@ -35,8 +35,8 @@ def test_layers_share_their_functions():
     (few, short), (many, long) = generated(3), generated(24)
     assert short.count("\ndef ") == long.count("\ndef ") and "def parallel_llama_decoder_layer(self" in long
     assert long.count("\n") - short.count("\n") == 24 - 3, "a line for each layer more: its call"
-    frames = [frame for _, frame in programs(many)[0].frame.walk()]
-    assert len({id(frame) for frame in frames}) == len({id(f) for _, f in programs(few)[0].frame.walk()}) < len(frames)
+    plans = [plan for _, plan in programs(many)[0].plan.walk()]
+    assert len({id(plan) for plan in plans}) == len({id(f) for _, f in programs(few)[0].plan.walk()}) < len(plans)
     assert "layers.1 … layers.23" in explain(many) or "layers.2" in explain(many)
 
 

@@ -14,7 +14,7 @@ from mindformers_core.operators import tensor_meta
 from mindformers_core.operators.resolve import alternatives
 from mindformers_core.program.free_variables import lambda_lift
 from mindformers_core.program.structure import tree_leaves
-from mindformers_core.propagation.decide import TRAINED, decide_frame
+from mindformers_core.propagation.decide import TRAINED, decide_plan
 from mindformers_core.propagation.lookahead import improve
 from mindformers_core.propagation.propagate import Propagation
 from mindformers_core.redistribution import ASCEND, CPU, GPU, DeviceModel, Link
@@ -96,7 +96,7 @@ def lowest(run, graph, arguments, limit):
     def price(place, choices):
         whole = place == len(graph.nodes)
         part = graph if whole else replace(graph, nodes=graph.nodes[:place], result=())
-        return decide_frame(run, part, arguments, whole, None, choices)
+        return decide_plan(run, part, arguments, whole, None, choices)
 
     def search(place, choices):
         nonlocal best
@@ -120,7 +120,7 @@ def lowest(run, graph, arguments, limit):
 
 def solve(seed):
     run, graph, arguments = problem(seed)
-    first, improved = (make(run, graph, arguments, True, None).price for make in (decide_frame, improve))
+    first, improved = (make(run, graph, arguments, True, None).price for make in (decide_plan, improve))
     return Found(first, improved, lowest(run, graph, arguments, improved))
 
 

@@ -29,6 +29,6 @@ def test_fewer_ranks_with_the_same_plan(parallelism, model, mesh, layers, sizes)
     found, plans = shrunk_recipe(recipe_from_dict({**sections, "parallelism": parallelism}))
     assert tuple(getattr(found.parallelism, name) for name in NARROWED) == mesh
     assert found.model.num_hidden_layers == layers and sizes.items() <= vars(found.model).items(), found.model
-    for (_, at), (_, frame) in plans.items():
-        layouts = {layout for _, inner in frame.walk() for entry in inner.instructions for _, layout in entry.produced}
+    for (_, at), (_, plan) in plans.items():
+        layouts = {layout for _, inner in plan.walk() for entry in inner.instructions for _, layout in entry.produced}
         assert {layout.mesh for layout in layouts} == {at} and at.size * mesh[-1] == prod(mesh)

@@ -8,10 +8,10 @@ from mindspore import Tensor, nn, ops
 from small_cells import cell_of
 from verified_calls import numbers
 
+from mindformers_core.algorithms import redistribute
 from mindformers_core.capture import algorithm_graph
 from mindformers_core.communication.simulated import SimulatedRanks
 from mindformers_core.communication.world import rank_of
-from mindformers_core.dtensor import move
 from mindformers_core.layout import layout
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.operators import tensor_meta
@@ -67,7 +67,7 @@ def asked(monkeypatch):
         found.append(device_model)
         return plan_redistribution(source, target, shape, dtype, device_model)
 
-    for module in (algorithm_graph, insertion, price, move):
+    for module in (algorithm_graph, insertion, price, redistribute):
         monkeypatch.setattr(module, "plan_redistribution", recorded)
     price.redistribution_price.cache_clear()
     return found
@@ -76,8 +76,8 @@ def asked(monkeypatch):
 def test_a_plan_has_one_device_model(asked):
     with rank_of(2, 0):
         net = shard(model().set_train(), MESH, plan=PLAN, device_model=OWN)
-        frame = prepare(net, tensor_meta((64, 8), "float32")).frame
-    plans = [found for _, found in frame.walk()]
+        plan = prepare(net, tensor_meta((64, 8), "float32")).plan
+    plans = [found for _, found in plan.walk()]
     operators = [each for found in plans for each in found.instructions if isinstance(each, OperatorPlan)]
     assert "softmax" in {each.algorithm for each in operators}
     assert {each.device_model for each in (*plans, *operators)} == set(asked) == {OWN}

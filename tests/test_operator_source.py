@@ -14,7 +14,7 @@ from operator_source_calls import ALL_CALLS, BROKEN, WITHOUT_GRADIENT, WITHOUT_K
 from scatter_calls import WITHOUT_FLOAT32, WITHOUT_META
 from verified_operators import VERIFIED
 
-from mindformers_core.dtensor.operator_source import operator_source
+from mindformers_core.lowering.operator_source import operator_source
 from mindformers_core.operators import registered_operators, tensor_meta
 from mindformers_core.operators.words import WORDS
 from mindformers_core.program.structure import DType

@@ -15,7 +15,7 @@ from operator_calls import CALLS, is_many
 from operator_source_calls import ALL_CALLS
 from verified_operators import VERIFIED
 
-from mindformers_core.dtensor.distributed_operators import ALGORITHMS
+from mindformers_core.algorithms.distributed_operators import ALGORITHMS
 from mindformers_core.layout import Layout
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.operators import (

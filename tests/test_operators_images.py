@@ -14,8 +14,8 @@ from small_cells import cell_of
 from mindformers_core import shard, verify
 from mindformers_core.communication.simulated import SimulatedRanks
 from mindformers_core.communication.world import rank_of
-from mindformers_core.dtensor.compositions import composed
 from mindformers_core.layout import layout
+from mindformers_core.lowering.compositions import composed
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.operators import signature_of, tensor_meta
 from mindformers_core.sharding.inspecting import explain, prepare

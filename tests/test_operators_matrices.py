@@ -7,7 +7,7 @@ from mindspore import Tensor, mint, nn, ops
 from mindspore.ops.operations.linalg_ops import Eigh
 from verified_calls import MESH_OF_4, Sample, eager, numbers, operators_of, planned, stopped, verified
 
-from mindformers_core.dtensor.einsum import contract
+from mindformers_core.lowering.einsum import contract
 
 X, Y, CUBE = numbers(4, 4), numbers(4, 4), numbers(2, 4, 4)
 SQUARES = (CUBE + 4 * np.eye(4)).astype(np.float32)

@@ -18,10 +18,10 @@ from verified_operator import cuts, generated, verified
 from mindformers_core.analysis.traffic import bytes_by_axes
 from mindformers_core.capture.algorithm_graph import algorithm_of
 from mindformers_core.communication.world import rank_of
-from mindformers_core.dtensor import corrected
-from mindformers_core.dtensor.indexing import index_tensor
 from mindformers_core.explaining.report import make_report
 from mindformers_core.layout import Layout, layout
+from mindformers_core.lowering import corrected
+from mindformers_core.lowering.indexing import index_tensor
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.operators import OperatorCall, resolve, signature_of, tensor_meta
 from mindformers_core.operators.rules.elementwise import tensors_in
@@ -172,8 +172,8 @@ def test_a_cut_vocabulary_sends_little(name):
     plan = {"": {"weight": {"weight": cut}, "input": {"x": cut}, "output": layout()}}
     given = tensor_meta((8, CLASSES), "float32"), tensor_meta((8,), "int32")
     with rank_of(2, 0):
-        _, frame = planned(cell, TP, given, plan=plan, arriving={"x": cut})
-        sent = bytes_by_axes(make_report(frame, algorithm_of).traffic)
+        _, made = planned(cell, TP, given, plan=plan, arriving={"x": cut})
+        sent = bytes_by_axes(make_report(made, algorithm_of).traffic)
     assert sent == {("tp",): (wanted, 64 if wanted == 160 else 32)}
 
 

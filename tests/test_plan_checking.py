@@ -43,19 +43,19 @@ def llama():
     return planned(model, MESH, args, named, SimpleNamespace(batch_axes="dp", sequence_parallel=True))[1]
 
 
-def rebuilt(frame, path, edit, known=None):
-    """A copy of a plan with `edit` applied to the first frame at `path`; what is shared stays shared."""
+def rebuilt(plan, path, edit, known=None):
+    """A copy of a plan with `edit` applied to the first plan at `path`; what is shared stays shared."""
     known = {} if known is None else known
-    if id(frame) not in known:
+    if id(plan) not in known:
         instructions = [
-            replace(entry, frame=rebuilt(entry.frame, below(path, entry), edit, known))
+            replace(entry, plan=rebuilt(entry.plan, below(path, entry), edit, known))
             if isinstance(entry, CallPlan)
             else entry
-            for entry in frame.instructions
+            for entry in plan.instructions
         ]
-        copy = replace(frame, instructions=tuple(instructions))
-        known[id(frame)] = edit(copy) if path == "" else copy
-    return known[id(frame)]
+        copy = replace(plan, instructions=tuple(instructions))
+        known[id(plan)] = edit(copy) if path == "" else copy
+    return known[id(plan)]
 
 
 def below(path, call):
@@ -65,13 +65,13 @@ def below(path, call):
 
 
 def entry(kind, change, number=0):
-    """An edit of a frame: an instruction (a move, or a node by its name) becomes those that `change` gives."""
+    """An edit of a plan: an instruction (a move, or a node by its name) becomes those that `change` gives."""
 
-    def edit(frame):
-        found = [place for place, each in enumerate(frame.instructions) if kind == name_of(each)]
-        entries = list(frame.instructions)
+    def edit(plan):
+        found = [place for place, each in enumerate(plan.instructions) if kind == name_of(each)]
+        entries = list(plan.instructions)
         entries[found[number] : found[number] + 1] = change(entries[found[number]])
-        return replace(frame, instructions=tuple(entries))
+        return replace(plan, instructions=tuple(entries))
 
     return edit
 
@@ -83,7 +83,7 @@ def name_of(each):
 
 
 def field(**changes):
-    """An instruction, or a frame, with other fields; a function gets the old value."""
+    """An instruction, or a plan, with other fields; a function gets the old value."""
 
     def change(old):
         made = {name: new(getattr(old, name)) for name, new in changes.items() if isfunction(new)}
@@ -116,7 +116,7 @@ ATTENTION, NORM = "model.layers.0.self_attn", "model.layers.0.input_layernorm"
 CORE = f"{ATTENTION}.core_attention"
 Q, OUT, LOSS, EMBED = f"{ATTENTION}.q_proj", f"{ATTENTION}.o_proj", "loss", "model.embed_tokens"
 BACKWARDS = {"instructions": lambda all_: (all_[1], all_[0], *all_[2:])}
-FAULTS = {  # name -> (path of the Cell, edit of its frame, what the error says)
+FAULTS = {  # name -> (path of the Cell, edit of its plan, what the error says)
     "a gather is missing": ("", entry("move", lambda old: [], 1), r"call: takes .* as \[dp, -, -\] \(varying: tp\)"),
     "a mark is missing": (Q, entry("move", lambda old: []), r"Dense: takes %1.*\(varying: dp\), which isn't available"),
     "a reduction is missing": (OUT, entry("move", lambda old: [], 1), r"takes %2.* as \[dp, tp, -\].*partial sum"),
@@ -133,7 +133,7 @@ FAULTS = {  # name -> (path of the Cell, edit of its frame, what the error says)
         NORM, entry("Square", becomes(outputs=(on("dp", None, None, varying=["tp"]),))), "gives %1"),
     "an input in another cut": (
         LOSS, entry("Exp", becomes(inputs=(on("dp", "tp", None),))), r"Exp: takes %4.*isn't available"),
-    "an input's mark dropped": (Q, lambda frame: unmarked(frame), r"input 1 has layout \[tp, -\], where .*varying: dp"),
+    "an input's mark dropped": (Q, lambda plan: unmarked(plan), r"input 1 has layout \[tp, -\], where .*varying: dp"),
     "one input too few": (CORE, entry("MatMulExt", becomes(inputs=lambda old: old[:1])), "takes 2 tensors, planned"),
     "a factor not cut": (CORE, entry("Softmax", cut({"d0": ("dp",)})), r"input 0 has layout .* where"),
     "a factor too much": (
@@ -151,7 +151,7 @@ FAULTS = {  # name -> (path of the Cell, edit of its frame, what the error says)
         "gives local shapes"),
     "another rule": (
         CORE, entry("Mul", becomes(signature=lambda old: replace(old, linear=()))), "has another rule: 'linear'"),
-    "a sum through a logarithm": (LOSS, lambda frame: unreduced(frame), r"Log: input 0 .*\(partial sum: tp\), where"),
+    "a sum through a logarithm": (LOSS, lambda plan: unreduced(plan), r"Log: input 0 .*\(partial sum: tp\), where"),
     "a step of another kind": (
         LOSS, entry("move", becomes(steps=step(kind="all_gather")), 1), "can't take the step all_gather"),
     "a step over another axis": (LOSS, entry("move", becomes(steps=step(axes=("dp",))), 1), "can't take the step"),
@@ -163,8 +163,8 @@ FAULTS = {  # name -> (path of the Cell, edit of its frame, what the error says)
     "another target": (OUT, entry("move", becomes(target=on("dp", None, "tp")), 1), "its steps lead from"),
     "from a layout that isn't there": (OUT, entry("move", becomes(source=on("dp", "tp", None)), 1), "isn't available"),
     "a gradient forgotten": (OUT, entry("move", becomes(gradient=False)), "is planned without a gradient"),
-    "gradients of the frame": (NORM, field(gradients=frozenset()), "gradients of .* planned wrongly"),
-    "passed otherwise": ("model", lambda frame: passed(frame), r"has %6.* as \[dp, tp, -\], the Cell in \[dp, -, -\]"),
+    "gradients of the plan": (NORM, field(gradients=frozenset()), "gradients of .* planned wrongly"),
+    "passed otherwise": ("model", lambda plan: passed(plan), r"has %6.* as \[dp, tp, -\], the Cell in \[dp, -, -\]"),
     "given otherwise": ("model", entry("norm", becomes(outputs=(on("dp", None, None),))), "call: has .*the Cell in"),
     "handed down without need": (
         "model", entry("norm", lambda old: [replace(old, lifted=(*old.lifted, lent(old)))]), "hands down"),
@@ -180,21 +180,21 @@ def twice(args, shapes):
     return args[0], (*shapes[0][:2], 2 * shapes[0][2], *shapes[0][3:])
 
 
-def unmarked(frame):
+def unmarked(plan):
     """A weight goes into its product without its mark."""
-    frame = entry("move", lambda old: [])(frame)
-    return entry("Dense", becomes(inputs=lambda old: (old[0], on("tp", None))))(frame)
+    plan = entry("move", lambda old: [])(plan)
+    return entry("Dense", becomes(inputs=lambda old: (old[0], on("tp", None))))(plan)
 
 
-def unreduced(frame):
-    frame = entry("move", lambda old: [], 1)(frame)
-    return entry("Log", becomes(inputs=(on("dp", None, partial=["tp"]),)))(frame)
+def unreduced(plan):
+    plan = entry("move", lambda old: [], 1)(plan)
+    return entry("Log", becomes(inputs=(on("dp", None, partial=["tp"]),)))(plan)
 
 
-def passed(frame):
+def passed(plan):
     """The last norm is planned for an input that its caller doesn't pass."""
-    change = becomes(frame=lambda inner: replace(inner, layouts=inner.layouts | {0: on("dp", None, None)}))
-    return entry("norm", change)(frame)
+    change = becomes(plan=lambda inner: replace(inner, layouts=inner.layouts | {0: on("dp", None, None)}))
+    return entry("norm", change)(plan)
 
 
 def lent(call):
@@ -207,17 +207,17 @@ def test_a_planted_fault_is_named(name):
     with pytest.raises(PlanError, match=message) as raised:
         check_plan(rebuilt(llama(), path, edit), final=True)
     assert str(raised.value).count("\n") == 0 and "the plan of" in str(raised.value)
-    check_plan(rebuilt(llama(), path, lambda frame: frame), final=True)
+    check_plan(rebuilt(llama(), path, lambda plan: plan), final=True)
 
 
 def test_results_of_a_root_are_reduced():
-    def unreduced_loss(frame):
-        frame = entry("move", lambda old: [], -1)(frame)
-        left = frame.layouts[tree_leaves(frame.graph.result)[0].id]
-        return replace(frame, results=(left,))
+    def unreduced_loss(plan):
+        plan = entry("move", lambda old: [], -1)(plan)
+        left = plan.layouts[tree_leaves(plan.graph.result)[0].id]
+        return replace(plan, results=(left,))
 
     plan = rebuilt(llama(), LOSS, unreduced_loss)
-    scalar = plan.calls[-1].frame.results[0]
+    scalar = plan.calls[-1].plan.results[0]
     plan = entry("loss", becomes(outputs=(scalar,)))(replace(plan, results=(scalar,)))
     plan = replace(plan, layouts=plan.layouts | {plan.calls[-1].node.outputs.id: scalar})
     check_plan(plan)

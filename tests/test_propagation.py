@@ -36,7 +36,7 @@ def test_plans_are_complete(name, config):
 @pytest.mark.parametrize("name", [name for name in CAPTURED if "llama" not in name])
 def test_whole_inputs_and_parameters_move_nothing(name):
     model, make = MODELS[name]()
-    assert not [move for _, frame in plan_of(model, *make(1)).walk() for move in frame.redistributions]
+    assert not [move for _, plan in plan_of(model, *make(1)).walk() for move in plan.redistributions]
 
 
 @pytest.mark.usefixtures("rank_0_of_4")
@@ -60,7 +60,7 @@ def test_llama_moves_what_the_eager_engine_moves(tied, config):
 
 def extremes_bytes(plan):
     """Bytes of what the algorithm "max" communicates over one axis of 2: the maximum, and how many hold it."""
-    entries = [entry for _, frame in plan.walk() for entry in frame.instructions]
+    entries = [entry for _, inner in plan.walk() for entry in inner.instructions]
     cut = [entry for entry in entries if getattr(entry, "algorithm", None) == "max"]
     values = [pair for entry in cut for pair in zip(tree_leaves(entry.node.outputs), entry.outputs)]
     return sum(2 * 4 * prod(place.local_shape(value.shape)) for value, place in values)
@@ -82,7 +82,7 @@ def strategies(plan):
             cut = tuple(tuple(map(place.divisor, range(place.ndim))) for place in entry.inputs)
             found.append((entry.node.operator, cut))
         elif isinstance(entry, CallPlan):
-            found += strategies(entry.frame)
+            found += strategies(entry.plan)
     return found
 
 
@@ -187,14 +187,14 @@ def test_looking_ahead_into_a_called_cell():
     assert [move.value.hint for move in plan.redistributions] == ["x"], (
         "the caller moves what the callee needs moved only"
     )
-    assert not plan.calls[0].frame.redistributions
+    assert not plan.calls[0].plan.redistributions
 
 
 def test_nothing_is_computed_on_all_ranks_to_save_communication():
     """Gathering the ids would save the gradient's all-reduce, and with it data parallelism."""
     model, make = small_llama()
     plan = plan_of(model, *make(1), CONFIGS["dp"], arriving={0: Layout.on(MESH, (("dp",), ()))})
-    embedding = plan.calls[0].frame.calls[0].frame
+    embedding = plan.calls[0].plan.calls[0].plan
     assert [str(place) for place in embedding.instructions[1].inputs] == ["[tp, -] (varying: dp)", "[dp, -]"]
 
 

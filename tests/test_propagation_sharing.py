@@ -61,7 +61,7 @@ def test_tensors_that_cells_pass_on_by_an_object(arriving):
     (local,) = simulate(plan, {value.id: x}, {}, rng)
     kept = np.maximum(x, 0)
     np.testing.assert_allclose(collect(local, plan.results[0], x.shape), 2 * x + 3 * kept)
-    reader = plan.calls[1].frame
+    reader = plan.calls[1].plan
     assert len(reader.lifted) == 1 and len(reader.calls[0].lifted) == 1 and not plan.calls[0].lifted
 
 
@@ -99,13 +99,13 @@ def test_projections_of_one_input_share_its_mark_through_all_levels():
     check_plan(plan)
     marks = [
         (path, str(move.reason))
-        for path, frame in plan.walk()
-        for move in frame.redistributions
+        for path, inner in plan.walk()
+        for move in inner.redistributions
         if move.value.hint == "x"
     ]
     assert marks == [("", "MatMul")], "in the root, once"
     assert plan.layouts[0] == layout("dp").bind(MESH, 2)
-    assert all(str(frame.layouts[0]) == "[dp, -] (varying: tp)" for path, frame in plan.walk() if path)
+    assert all(str(inner.layouts[0]) == "[dp, -] (varying: tp)" for path, inner in plan.walk() if path)
 
 
 def readers(make):
@@ -130,7 +130,7 @@ def test_readers_that_reshape_their_input_share_its_moves(sequence_parallel):
     for make in (lambda: nn.Dense(32, 32), lambda: mint.nn.Linear(32, 32, bias=False)):
         made = plan_of(readers(make), [tensor_meta((2, 8, 32), "float32")], {}, plan=plan)
         check_plan(made)
-        moves = [move for _, frame in made.walk() for move in frame.redistributions if len(move.value.shape) > 1]
+        moves = [move for _, inner in made.walk() for move in inner.redistributions if len(move.value.shape) > 1]
         kinds = Counter(step.kind for move in moves for step in move.steps if step.nbytes or step.backward[1])
         found.append((move_bytes(made)[0], kinds))
     dense, linear = found
@@ -151,7 +151,7 @@ def test_an_argument_that_is_used_as_it_arrives_and_moved_is_moved_where_it_is()
     weights = {call.path + ".weight": layout(None, "tp").bind(MESH) for call in graph.calls() if call.parameters}
     plan = propagate(graph, MESH, {0: layout("dp").bind(MESH, 2)}, weights, {"parts.0": Declaration()})
     check_plan(plan)
-    moved = [path for path, frame in plan.walk() for move in frame.redistributions if move.value.hint == "x"]
+    moved = [path for path, inner in plan.walk() for move in inner.redistributions if move.value.hint == "x"]
     assert set(moved) == {"parts.0.parts.0"}
 
 
@@ -164,7 +164,7 @@ def test_a_form_that_two_cells_need_besides_is_made_above_them():
     weights = {path: layout(None, "tp").bind(MESH) for path in ("a.weight", "b.weight")}
     plan = propagate(graph, MESH, {0: layout("dp").bind(MESH, 2)}, weights)
     check_plan(plan)
-    assert [move.value.hint for move in plan.redistributions] == ["x"] and plan.calls[0].frame is plan.calls[1].frame
+    assert [move.value.hint for move in plan.redistributions] == ["x"] and plan.calls[0].plan is plan.calls[1].plan
     assert [[str(place) for _, place in call.lifted] for call in plan.calls] == [["[dp, -] (varying: tp)"]] * 2
 
 
@@ -176,7 +176,7 @@ def test_who_shares_a_weight_with_whom_tells_calls_apart():
     weights = {use.path: layout(None, "tp").bind(MESH) for call in graph.calls() for use in call.parameters}
     plan = propagate(graph, MESH, {0: layout("dp").bind(MESH, 2)}, weights)
     check_plan(plan)
-    lifted = [[len(call.lifted) for call in part.frame.calls] for part in plan.calls]
+    lifted = [[len(call.lifted) for call in part.plan.calls] for part in plan.calls]
     assert lifted == [[1, 1, 0], [0, 1, 1]]
 
 
@@ -198,29 +198,29 @@ def test_a_tied_weight_is_marked_once_and_handed_down():
     plan = plan_of(model, *make(1), CONFIGS["dp"])
     marks = [
         path
-        for path, frame in plan.walk()
-        for move in frame.redistributions
-        if frame.graph.parameters and move.value.id in {use.value.id for use in frame.graph.parameters}
+        for path, inner in plan.walk()
+        for move in inner.redistributions
+        if inner.graph.parameters and move.value.id in {use.value.id for use in inner.graph.parameters}
         if move.value.shape == (32, 24)
     ]
     assert marks == [""]
-    model_frame = plan.calls[0].frame
-    assert [str(place) for _, place in model_frame.lifted] == ["[tp, -] (varying: dp)"]
-    (use,) = [use for use in model_frame.graph.parameters if "embed" in use.path]
-    assert use.local == "embed_tokens.weight" and model_frame.lifted[0][0] == use.value
+    model_plan = plan.calls[0].plan
+    assert [str(place) for _, place in model_plan.lifted] == ["[tp, -] (varying: dp)"]
+    (use,) = [use for use in model_plan.graph.parameters if "embed" in use.path]
+    assert use.local == "embed_tokens.weight" and model_plan.lifted[0][0] == use.value
 
 
 def test_identical_layers_share_one_plan():
     model, make = small_llama(num_hidden_layers=6)
     plan = plan_of(model, *make(1), CONFIGS["sequence parallel"])
-    layers = [frame for path, frame in plan.walk() if path.startswith("model.layers.") and path.count(".") == 2]
-    assert len(layers) == 6 and len({id(frame) for frame in layers}) == 1
+    layers = [inner for path, inner in plan.walk() if path.startswith("model.layers.") and path.count(".") == 2]
+    assert len(layers) == 6 and len({id(plan) for plan in layers}) == 1
     other = {"model.layers.3.mlp": Declaration(outputs={0: layout(None)})}
     graph = capture(model, *make(1)[0], **make(1)[1])
     declarations = collect_declarations(model, CONFIGS["sequence parallel"]) | other
     arriving = {value.id: whole(value) for value in tree_leaves(graph.arguments)}
     plan = propagate(graph, MESH, arriving, stored(graph, declarations), declarations)
-    layers = [frame for path, frame in plan.walk() if path.startswith("model.layers.") and path.count(".") == 2]
+    layers = [inner for path, inner in plan.walk() if path.startswith("model.layers.") and path.count(".") == 2]
     assert layers[3] is not layers[0] and layers[5] is layers[0]
 
 
@@ -244,7 +244,7 @@ def test_a_cell_with_a_bprop_runs_on_whole_tensors():
     stored_whole = {"parts.0.weight": Layout.on(MESH, ((), ()))}
     plan = propagate(graph, MESH, {0: layout("dp", "tp").bind(MESH)}, stored_whole)
     check_plan(plan)
-    assert plan.calls[0].frame is None and plan.redistributions[0].target.is_replicated
+    assert plan.calls[0].plan is None and plan.redistributions[0].target.is_replicated
     with pytest.raises(ValueError, match=r"Cell 'parts.0' \(Whole\).*'parts.0.weight' is sharded as \[-, tp\]"):
         propagate(graph, MESH, {0: layout("dp").bind(MESH, 2)}, {"parts.0.weight": layout(None, "tp").bind(MESH)})
 
@@ -310,7 +310,7 @@ class Lends(nn.Cell):
 
 def test_calls_that_lend_other_tensors_share_no_plan():
     model = nn.SequentialCell(Lends(0), Lends(1), Lends(0))
-    frame = plan_of(model, (tensor_meta((8, 4), "float32"),), {})
-    first, second, third = (call.frame for call in frame.calls)
+    plan = plan_of(model, (tensor_meta((8, 4), "float32"),), {})
+    first, second, third = (call.plan for call in plan.calls)
     assert first is third is not second
     assert [str(each.calls[0].lifted[0][0]) for each in (first, second)] == ["%1", "%2"]

@@ -23,7 +23,7 @@ ROW = bind_layout(layout(), MESH, 1)
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def frame_of(steps, sizes, path=""):
+def plan_of(steps, sizes, path=""):
     """A `CellPlan`.
 
     Args:
@@ -79,12 +79,12 @@ class Model:
     def flops(self, dropped):
         return sum(self.prices[key] for key in self.recomputed(dropped))
 
-    def choose(self, frame, budget, **more):
-        return choose(frame, budget, self.saved_bytes, self.recomputed, self.not_kept, self.prices.get, **more)
+    def choose(self, plan, budget, **more):
+        return choose(plan, budget, self.saved_bytes, self.recomputed, self.not_kept, self.prices.get, **more)
 
 
 def random_program(seed, count):
-    """`(frame, Model)`: mostly chains, some with several inputs, views, and results that no gradient needs."""
+    """`(plan, Model)`: mostly chains, some with several inputs, views, and results that no gradient needs."""
     chance = random.Random(seed)
     steps, sizes, prices, views = [], {}, {}, set()
     for number in range(count):
@@ -99,7 +99,7 @@ def random_program(seed, count):
         prices[number,] = 0 if (number,) in views else 10 * chance.choice((1, 2, 4, 8, 16, 64, 256, 1000))
     needed = [key for key in sizes if chance.random() < 0.6] or [(0,)]
     producers = {(number,): tuple((maker,) for maker in step if maker >= 0) for number, step in enumerate(steps)}
-    return frame_of(steps, sizes.values()), Model(producers, sizes, prices, needed, views)
+    return plan_of(steps, sizes.values()), Model(producers, sizes, prices, needed, views)
 
 
 def subsets(keys):
@@ -110,12 +110,12 @@ def test_close_to_the_best_of_all_subsets():
     """The gap to the optimum: at least 97 of 100 searches are within 10 % of its operations, none beyond 50 %."""
     gaps = []
     for seed in range(40):
-        frame, model = random_program(seed, 11)
+        plan, model = random_program(seed, 11)
         known = [(model.saved_bytes(some), model.flops(some)) for some in subsets(list(model.producers))]
         for budget in (0.8, 0.6, 0.5, 0.4, 0.25):
             limit = budget * model.saved_bytes(frozenset())
             best = min(flops for nbytes, flops in known if nbytes <= limit)
-            choice = model.choose(frame, budget)
+            choice = model.choose(plan, budget)
             assert choice.saved_bytes == model.saved_bytes(choice.dropped) <= limit
             assert choice.flops == model.flops(choice.dropped) >= best
             assert model.recomputed(choice.dropped) == choice.dropped
@@ -128,8 +128,8 @@ def test_close_to_the_best_of_all_subsets():
 def test_the_curve():
     """From nothing computed again to the least memory, both known; in between never more of both."""
     for seed in range(20):
-        frame, model = random_program(seed, 8)
-        curve = model.choose(frame, 0.5).curve
+        plan, model = random_program(seed, 8)
+        curve = model.choose(plan, 0.5).curve
         assert curve[0] == (model.saved_bytes(frozenset()), 0)
         known = [(model.saved_bytes(some), model.flops(some)) for some in subsets(list(model.producers))]
         assert curve[-1] == min(known)
@@ -139,13 +139,13 @@ def test_the_curve():
 
 def test_what_costs_nothing():
     """A free copy of the argument need not be kept: the curve still begins where it is."""
-    frame = frame_of([(-1,), (0,)], (400, 400))
+    plan = plan_of([(-1,), (0,)], (400, 400))
     model = Model({(0,): (), (1,): ((0,),)}, {(0,): 400, (1,): 400}, {(0,): 0, (1,): 10}, [(0,), (1,)])
-    choice = model.choose(frame, 0.5)
+    choice = model.choose(plan, 0.5)
     assert choice.curve == ((800, 0), (400, 0), (0, 10))
     assert (choice.all_bytes, choice.saved_bytes, choice.flops) == (800, 400, 0)
     assert choice.dropped == {(0,)}
-    assert model.choose(frame, 1).dropped == set()
+    assert model.choose(plan, 1).dropped == set()
 
 
 def test_cheapest_closure():
@@ -166,12 +166,12 @@ LAYER_PRICES, LAYER_SIZES = (1000, 1, 1, 1000), (8, 40, 40, 8)
 
 
 def deep(count):
-    """`(frame, Model)` of equal layers."""
-    layer = frame_of([(-1,), (0,), (1,), (2,)], LAYER_SIZES, "layers.0")
-    frame = frame_of([layer] * count, LAYER_SIZES[-1:] * count)
-    links = links_of(frame)
+    """`(plan, Model)` of equal layers."""
+    layer = plan_of([(-1,), (0,), (1,), (2,)], LAYER_SIZES, "layers.0")
+    plan = plan_of([layer] * count, LAYER_SIZES[-1:] * count)
+    links = links_of(plan)
     prices = {key: LAYER_PRICES[key[1]] for key in links.producers}
-    return frame, Model(links.producers, {key: LAYER_SIZES[key[1]] for key in prices}, prices, prices)
+    return plan, Model(links.producers, {key: LAYER_SIZES[key[1]] for key in prices}, prices, prices)
 
 
 def of_layers(numbers, layers=30):
@@ -189,9 +189,9 @@ def of_layers(numbers, layers=30):
     ],
 )
 def test_equal_layers_are_treated_alike(budget, keep, dropped):
-    frame, model = deep(30)
-    assert links_of(frame).results == of_layers((3,))
-    choice = model.choose(frame, budget, keep=keep)
+    plan, model = deep(30)
+    assert links_of(plan).results == of_layers((3,))
+    choice = model.choose(plan, budget, keep=keep)
     assert choice.dropped == dropped and choice.forward_flops == 30 * 2002
     assert choice.flops == sum(LAYER_PRICES[number] for _, number in dropped)
     assert choice.saved_bytes == 30 * 96 - sum(LAYER_SIZES[number] for _, number in dropped) <= budget * 30 * 96
@@ -199,31 +199,31 @@ def test_equal_layers_are_treated_alike(budget, keep, dropped):
 
 def test_budgets_out_of_reach():
     """As what layers return is kept; and what must be."""
-    frame, model = deep(30)
+    plan, model = deep(30)
     with pytest.raises(ValueError, match=r"^recompute.budget: 0.05 is out of reach: .*240 B of 2.8 KiB stay.* 0.084$"):
-        model.choose(frame, 0.05)
+        model.choose(plan, 0.05)
     with pytest.raises(ValueError, match="recompute.budget: 0.1 is out of reach"):
-        model.choose(frame, 0.1, keep=of_layers((1,)))
+        model.choose(plan, 0.1, keep=of_layers((1,)))
 
 
 def test_what_must_be_kept_in_one_layer():
     """The other layers aren't kept because of it."""
-    frame, model = deep(30)
+    plan, model = deep(30)
     everything = of_layers((0, 1, 2))
-    choice = model.choose(frame, 0.112, keep={(7, 1), (7, 2)})
+    choice = model.choose(plan, 0.112, keep={(7, 1), (7, 2)})
     assert everything - {(7, number) for number in range(3)} <= choice.dropped <= everything - {(7, 1), (7, 2)}
 
 
 def test_the_whole_budget_computes_nothing_again():
-    frame, model = deep(3)
-    choice = model.choose(frame, 1)
+    plan, model = deep(3)
+    choice = model.choose(plan, 1)
     assert (choice.dropped, choice.flops, choice.parts) == (frozenset(), 0, {})
     assert choice.saved_bytes == choice.all_bytes == 3 * 96
 
 
 def test_described():
-    frame, model = deep(30)
-    choice = model.choose(frame, 0.5)
+    plan, model = deep(30)
+    choice = model.choose(plan, 0.5)
     lines = described(choice, {key: f"layers.{key[0]}.{'abcd'[key[1]]}" for key in choice.parts})
     stays, again = "1.4 KiB of 2.8 KiB of saved activations stay (50.0 %)", "36 FLOP are computed again"
     assert lines[0] == f"{stays}; {again}, 0.1 % of the forward pass"
@@ -236,10 +236,10 @@ def test_described():
 
 def test_described_sums_up():
     """What is kept in the place of what is computed from it has a line of its own."""
-    frame = frame_of([(-1,), (0,), (1,)], (8, 32, 48))
+    plan = plan_of([(-1,), (0,), (1,)], (8, 32, 48))
     model = Model({(0,): (), (1,): ((0,),), (2,): ((1,),)}, {(0,): 8, (1,): 32, (2,): 48}, {(0,): 9, (1,): 1, (2,): 1},
                   [(1,), (2,)])  # fmt: skip
-    lines = described(model.choose(frame, 0.2), {(number,): f"mlp.{number}.x" for number in range(3)})
+    lines = described(model.choose(plan, 0.2), {(number,): f"mlp.{number}.x" for number in range(3)})
     assert [line.split() for line in lines[2:]] == [
         ["mlp.1-2.x", "80", "B", "2", "FLOP"],
         ["kept", "in", "their", "place,", "to", "compute", "from", "-8", "B", "0"],
@@ -254,8 +254,8 @@ def test_operations_shown():
 
 def test_the_picture():
     """Points are where their figures say, between the ticks of both axes."""
-    frame, model = deep(30)
-    choice = model.choose(frame, 0.3)
+    plan, model = deep(30)
+    choice = model.choose(plan, 0.3)
     root = ElementTree.fromstring(curve_picture(choice))
 
     def marks(kind, place):

@@ -33,30 +33,30 @@ def llama():
     """A plan, its `Prediction`, and what every instruction costs."""
     model, make = small_llama()
     args, named = make(1)
-    _, frame = planned(model.set_train(), init_device_mesh((1,), ("tp",)), args, named)
-    return frame, Prediction(frame), {place.key: operations(place) for place in operators_in_order(frame)}
+    _, plan = planned(model.set_train(), init_device_mesh((1,), ("tp",)), args, named)
+    return plan, Prediction(plan), {place.key: operations(place) for place in operators_in_order(plan)}
 
 
 def test_cheap_operators_go_first(llama):
     """Products, what layers return and what gradients don't need stay."""
-    frame, prediction, prices = llama
-    places = {place.key: place for place in operators_in_order(frame)}
-    choice = choice_within(RecomputeSettings(budget=0.5), NamedProgram(frame))
+    plan, prediction, prices = llama
+    places = {place.key: place for place in operators_in_order(plan)}
+    choice = choice_within(RecomputeSettings(budget=0.5), NamedProgram(plan))
     assert choice.saved_bytes == prediction.saved_bytes(choice.dropped) <= choice.all_bytes / 2
     assert choice.flops == sum(map(prices.get, prediction.recomputed(choice.dropped))) < 0.1 * choice.forward_flops
     names = {f"{places[key].path}.{places[key].entry.node.operator}" for key in choice.dropped}
     assert {f"{layer}.mlp.{operator}" for layer in LAYERS for operator in ("SiLU", "Mul")} <= names
     assert not any(name.endswith("MatMulExt") or "mlp." in name and "Dense" in name for name in names)
-    assert not choice.dropped & links_of(frame).results
+    assert not choice.dropped & links_of(plan).results
 
 
 @pytest.mark.parametrize("name", BY_HAND)
 def test_no_worse_than_by_hand(llama, name):
-    frame, prediction, prices = llama
+    plan, prediction, prices = llama
     layers = {number: [path] for number, path in enumerate(LAYERS)}
-    dropped = frozenset(recomputed_keys(RecomputeSettings(**BY_HAND[name]), NamedProgram(frame, layers=layers)))
+    dropped = frozenset(recomputed_keys(RecomputeSettings(**BY_HAND[name]), NamedProgram(plan, layers=layers)))
     nbytes, flops = prediction.saved_bytes(dropped), sum(map(prices.get, prediction.recomputed(dropped)))
     whole = prediction.saved_bytes()
     assert flops > 0 and (nbytes < whole) == (name not in WITHOUT_GAIN)
-    choice = choice_within(RecomputeSettings(budget=min(1, nbytes / whole)), NamedProgram(frame))
+    choice = choice_within(RecomputeSettings(budget=min(1, nbytes / whole)), NamedProgram(plan))
     assert choice.saved_bytes <= nbytes and choice.flops <= flops

@@ -27,19 +27,19 @@ def test_a_copy_counts_for_who_makes_the_view():
     weight = Parameter(Tensor(np.ones((4, 4), np.float32)))
     turned = cell_of(lambda self, x: ops.matmul(ops.transpose(x * self.weight, (1, 0)), self.weight), weight=weight)
     net = recompute(shard(turned.set_train(), init_device_mesh((1,), ("tp",))), select=".Transpose")
-    frame = prepare(net, tensor_meta((4, 4), "float32")).frame
-    before, after = (saved_bytes(frame, keys, algorithm_of) for keys in (frozenset(), frozenset(keepers_by_key(frame))))
-    marks = {mark.kind: mark.nbytes for mark in explained(net, frame).notes.values()}
+    plan = prepare(net, tensor_meta((4, 4), "float32")).plan
+    before, after = (saved_bytes(plan, keys, algorithm_of) for keys in (frozenset(), frozenset(keepers_by_key(plan))))
+    marks = {mark.kind: mark.nbytes for mark in explained(net, plan).notes.values()}
     assert marks == {"recomputed": 64, "kept for others": 64} and before == after
 
 
 def test_copies_count_for_who_makes_the_views():
     """Softmax for its result alone, transposes for the copies that both products keep; so they are listed, too."""
     net = recompute(sharded(llama), select="*.core_attention")
-    frame = prepare(net, IDS, IDS).frame
+    plan = prepare(net, IDS, IDS).plan
     attention = "model.layers.0.self_attn.core_attention."
-    names = {key: name for key, name in operator_texts(frame).items() if name.startswith(attention)}
-    marks = explained(net, frame).notes
+    names = {key: name for key, name in operator_texts(plan).items() if name.startswith(attention)}
+    marks = explained(net, plan).notes
     found = {name.removeprefix(attention): marks[key].nbytes for key, name in names.items() if key in marks}
     saving = {"query": 2048, "Reshape[0]": 2048, "weights": 2048, "Reshape[1]": 2048}
     assert {name: nbytes for name, nbytes in found.items() if nbytes} == saving

@@ -21,19 +21,17 @@ def chain(function, arriving=None):
     """The plan of `function` of a product for (8, 8), cut in two parts, and each instruction's key by its operator."""
     arriving = {"x": layout("tp") if arriving is None else arriving}
     cell = cell_of(lambda self, x: function(ops.mul(x, self.weight)), weight=Parameter(Tensor([2.0])))
-    _, frame = planned(cell, MESH, (tensor_meta((8, 8), "float32"),), arriving=arriving)
+    _, plan = planned(cell, MESH, (tensor_meta((8, 8), "float32"),), arriving=arriving)
     keys = {}
-    for place in operators_in_order(frame):
+    for place in operators_in_order(plan):
         if hasattr(place.entry, "node"):
             keys.setdefault(place.entry.node.operator, place.key)
-    return frame, keys
+    return plan, keys
 
 
-def kept_operators(frame, dropped=frozenset()):
-    names = {
-        place.key: place.entry.node.operator for place in operators_in_order(frame) if hasattr(place.entry, "node")
-    }
-    return [names[saved.key] for saved in saved_activations(frame, dropped, arguments_need=False)]
+def kept_operators(plan, dropped=frozenset()):
+    names = {place.key: place.entry.node.operator for place in operators_in_order(plan) if hasattr(place.entry, "node")}
+    return [names[saved.key] for saved in saved_activations(plan, dropped, arguments_need=False)]
 
 
 def exp_sin_cos(x):
@@ -42,10 +40,10 @@ def exp_sin_cos(x):
 
 def test_a_chain():
     """Mul keeps x, which the caller has; Exp its result; Sin and Cos what they take, of which Sin's is Exp's."""
-    frame, keys = chain(exp_sin_cos)
-    assert kept_operators(frame) == ["Exp", "Sin"]
-    assert saved_bytes(frame, arguments_need=False) == 2 * ONE
-    assert Prediction(frame).recomputed(frozenset()) == set()
+    plan, keys = chain(exp_sin_cos)
+    assert kept_operators(plan) == ["Exp", "Sin"]
+    assert saved_bytes(plan, arguments_need=False) == 2 * ONE
+    assert Prediction(plan).recomputed(frozenset()) == set()
 
 
 @pytest.mark.parametrize(
@@ -61,31 +59,31 @@ def test_a_chain():
     ],
 )
 def test_dropped_results(dropped, kept, again):
-    frame, keys = chain(exp_sin_cos)
+    plan, keys = chain(exp_sin_cos)
     chosen = frozenset(keys[name] for name in dropped)
-    assert sorted(kept_operators(frame, chosen)) == kept
-    assert saved_bytes(frame, chosen, arguments_need=False) == len(kept) * ONE
-    assert Prediction(frame, arguments_need=False).recomputed(frozenset(chosen)) == {keys[name] for name in again}
+    assert sorted(kept_operators(plan, chosen)) == kept
+    assert saved_bytes(plan, chosen, arguments_need=False) == len(kept) * ONE
+    assert Prediction(plan, arguments_need=False).recomputed(frozenset(chosen)) == {keys[name] for name in again}
 
 
 def test_dropped_views():
     """Exp of x, transposed, squared: Exp's result, and Square's copy of the view, which goes with the view."""
-    frame, keys = chain(lambda x: ops.square(ops.transpose(ops.exp(x), (1, 0))))
-    saved = saved_activations(frame, arguments_need=False)
+    plan, keys = chain(lambda x: ops.square(ops.transpose(ops.exp(x), (1, 0))))
+    saved = saved_activations(plan, arguments_need=False)
     assert [one.key for one in saved] == [keys["Exp"], keys["Square"]]
     assert [one.nbytes for one in saved] == [ONE, ONE]
     dropped = {keys["Transpose"]}
-    assert [one.key for one in saved_activations(frame, dropped, arguments_need=False)] == [keys["Exp"]]
-    assert Prediction(frame, arguments_need=False).recomputed(frozenset(dropped)) == dropped
-    kept = saved_activations(frame, {keys["Exp"]}, arguments_need=False)
+    assert [one.key for one in saved_activations(plan, dropped, arguments_need=False)] == [keys["Exp"]]
+    assert Prediction(plan, arguments_need=False).recomputed(frozenset(dropped)) == dropped
+    kept = saved_activations(plan, {keys["Exp"]}, arguments_need=False)
     assert [one.key for one in kept] == [keys["Mul"], keys["Square"]]
 
 
 def test_several_results_and_indices():
     """Dropping one of several results drops all; the places of the largest are kept in int32."""
-    frame, keys = chain(lambda x: ops.topk(ops.exp(x), 2, -1)[0])
-    assert sorted(one.nbytes for one in saved_activations(frame, arguments_need=False)) == [4 * 2 * 4, ONE]
-    assert kept_operators(frame, {keys["TopK"]}) == ["Exp"]
+    plan, keys = chain(lambda x: ops.topk(ops.exp(x), 2, -1)[0])
+    assert sorted(one.nbytes for one in saved_activations(plan, arguments_need=False)) == [4 * 2 * 4, ONE]
+    assert kept_operators(plan, {keys["TopK"]}) == ["Exp"]
 
 
 def _steps(place):
@@ -94,16 +92,16 @@ def _steps(place):
 
 def test_moves_are_kept_and_dropped():
     """A sum over ranks is kept without its terms; to be made again by adding them once more, with them instead."""
-    frame, keys = chain(lambda x: ops.sin(ops.sum(ops.exp(x), 0)))
+    plan, keys = chain(lambda x: ops.sin(ops.sum(ops.exp(x), 0)))
     (key,) = [
-        place.key for place in operators_in_order(frame) if [step.kind for step in _steps(place)] == ["all_reduce"]
+        place.key for place in operators_in_order(plan) if [step.kind for step in _steps(place)] == ["all_reduce"]
     ]
-    saved = saved_activations(frame, arguments_need=False)
+    saved = saved_activations(plan, arguments_need=False)
     assert [one.nbytes for one in saved] == [ONE, 8 * 4]  # Exp's result, and the sum
-    dropped = saved_activations(frame, {key}, arguments_need=False)
+    dropped = saved_activations(plan, {key}, arguments_need=False)
     assert [one.nbytes for one in dropped] == [ONE, 8 * 4]  # Exp's result, and the partial sum
     assert dropped[1].key != key == saved[1].key
-    assert Prediction(frame, arguments_need=False).recomputed(frozenset({key})) == {key}
+    assert Prediction(plan, arguments_need=False).recomputed(frozenset({key})) == {key}
 
 
 def layer(last):
@@ -123,41 +121,41 @@ def net(last):
     return planned(cell, MESH, (tensor_meta((8, 8), "float32"),), arriving={"x": layout("tp")})[1]
 
 
-def names_of(frame, keys):
-    found = [place.entry for place in operators_in_order(frame) if place.key in keys]
+def names_of(plan, keys):
+    found = [place.entry for place in operators_in_order(plan) if place.key in keys]
     return [entry.node.operator for entry in found if hasattr(entry, "node")]
 
 
 def test_a_selected_cell_keeps_its_results():
     """Also what they are views of, through the calls of other Cells."""
-    frame, viewing = net(ops.abs), net(lambda x: ops.reshape(x, (8, 8)))
-    paths = {path: key for key, path in called_cells(frame)}
-    assert names_of(frame, Prediction(frame).cell_keys(paths["first"])) == ["Cos", "Exp", "Sin"]
-    assert names_of(frame, Prediction(frame).cell_keys(paths["first.inner"])) == ["Exp", "Sin"]
+    plan, viewing = net(ops.abs), net(lambda x: ops.reshape(x, (8, 8)))
+    paths = {path: key for key, path in called_cells(plan)}
+    assert names_of(plan, Prediction(plan).cell_keys(paths["first"])) == ["Cos", "Exp", "Sin"]
+    assert names_of(plan, Prediction(plan).cell_keys(paths["first.inner"])) == ["Exp", "Sin"]
     assert names_of(viewing, Prediction(viewing).cell_keys(paths["first"])) == ["Cos", "Exp"]
     assert Prediction(viewing).cell_keys(paths["first.inner"]) < Prediction(viewing).cell_keys(paths["first"])
-    assert "Tanh" not in names_of(frame, Prediction(frame).cell_keys(()))
-    assert len(Prediction(frame).cell_keys(())) == len(operators_in_order(frame)) - 1
+    assert "Tanh" not in names_of(plan, Prediction(plan).cell_keys(()))
+    assert len(Prediction(plan).cell_keys(())) == len(operators_in_order(plan)) - 1
 
 
 def test_one_of_two_calls():
     """Of one layer: they have a plan in common, and keys of their own."""
     parts = {"weight": Parameter(Tensor([2.0])), "layer": layer(ops.sin)}
     cell = cell_of(lambda self, x: self.layer(self.layer(ops.mul(x, self.weight))), **parts)
-    _, frame = planned(cell, MESH, (tensor_meta((8, 8), "float32"),), arriving={"x": layout("tp")})
-    first, second = (key for key, path in called_cells(frame) if path == "layer")
-    whole = saved_bytes(frame, arguments_need=False)
-    dropped = saved_bytes(frame, Prediction(frame).cell_keys(second), arguments_need=False)
+    _, plan = planned(cell, MESH, (tensor_meta((8, 8), "float32"),), arriving={"x": layout("tp")})
+    first, second = (key for key, path in called_cells(plan) if path == "layer")
+    whole = saved_bytes(plan, arguments_need=False)
+    dropped = saved_bytes(plan, Prediction(plan).cell_keys(second), arguments_need=False)
     assert (whole, dropped) == (4 * ONE, 3 * ONE)  # of the second: Exp's and Sin's results, or the first's result
     assert first != second
 
 
 def test_errors():
-    frame, _ = chain(exp_sin_cos)
+    plan, _ = chain(exp_sin_cos)
     with pytest.raises(ValueError, match=r"no instruction at \(7,\), which is to be dropped"):
-        saved_bytes(frame, {(7,)})
+        saved_bytes(plan, {(7,)})
     with pytest.raises(ValueError, match=r"no call of a Cell at \(1,\)"):
-        Prediction(frame).cell_keys((1,))
+        Prediction(plan).cell_keys((1,))
     cut, _ = chain(lambda x: ops.softmax(x, -1), layout(None, "tp"))
     with pytest.raises(ValueError, match="Softmax .* runs the distributed algorithm 'softmax'.*algorithm_of"):
         saved_bytes(cut)
@@ -166,9 +164,9 @@ def test_errors():
 @pytest.mark.usefixtures("rank_0_of_4")
 def test_dropout_keeps_what_it_draws_by():
     """Its mask is made again from a seed and an offset, two int64 numbers."""
-    frame, keys = chain(lambda x: ops.dropout(ops.exp(x), 0.5))
+    plan, keys = chain(lambda x: ops.dropout(ops.exp(x), 0.5))
     (name,) = keys.keys() - {"Mul", "Exp"}
-    whole = saved_activations(frame, frozenset(), algorithm_of, arguments_need=False)
-    dropped = saved_activations(frame, {keys[name]}, algorithm_of, arguments_need=False)
+    whole = saved_activations(plan, frozenset(), algorithm_of, arguments_need=False)
+    dropped = saved_activations(plan, {keys[name]}, algorithm_of, arguments_need=False)
     assert [one.nbytes for one in whole] == [ONE, ONE]  # Exp's result, and the mask as floats
     assert sorted(one.nbytes for one in dropped) == [8, 8, ONE]

@@ -160,7 +160,7 @@ def test_gradients_of_a_cell_itself_recompute_and_swap():
 def test_a_budget_leaves_alone_what_is_swapped():
     net, inputs = swap(recompute(sharded(llama), budget=0.6), op_swap={"*.mlp": True}), INPUTS[llama]()
     net(*inputs)
-    kinds = {keeper.name for keeper in keepers_by_key(programs(net)[-1].frame).values()}
+    kinds = {keeper.name for keeper in keepers_by_key(programs(net)[-1].plan).values()}
     assert "recomputed" in kinds and len(kinds) > 1
 
 

@@ -33,8 +33,8 @@ IDS = tensor_meta((2, 8), "int32")
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 
-def explained(net, frame, path=""):
-    return tree_of(net).activations.explained(frame, path)
+def explained(net, plan, path=""):
+    return tree_of(net).activations.explained(plan, path)
 
 
 def rows_of(report):
@@ -58,16 +58,16 @@ def rows_of(report):
 def test_the_marks_add_up(make, settings):
     """Whatever runs again has one; what isn't kept, less what is kept instead, is what is saved in all."""
     net, inputs = recompute(sharded(make), **settings), INPUTS[make]()
-    frame = prepare(net, *inputs).frame
-    found, dropped = explained(net, frame), frozenset(keepers_by_key(frame))
+    plan = prepare(net, *inputs).plan
+    found, dropped = explained(net, plan), frozenset(keepers_by_key(plan))
     marks = found.notes
     assert found.dropped == dropped
     again = {key for key, mark in marks.items() if mark.kind == "recomputed"}
-    assert again == Prediction(frame, algorithm_of).recomputed(frozenset(dropped))
-    before, after = (saved_bytes(frame, keys, algorithm_of) for keys in (frozenset(), dropped))
+    assert again == Prediction(plan, algorithm_of).recomputed(frozenset(dropped))
+    before, after = (saved_bytes(plan, keys, algorithm_of) for keys in (frozenset(), dropped))
     signs = {"recomputed": 1, "kept for others": -1}
     assert sum(signs[mark.kind] * mark.nbytes for mark in marks.values()) == before - after > 0
-    rows = list(rows_of(make_report(frame, algorithm_of, found).root))
+    rows = list(rows_of(make_report(plan, algorithm_of, found).root))
     assert sum(getattr(row, "note", None) is not None for row in rows) == len(marks)
 
 
@@ -99,17 +99,17 @@ def test_a_mark_has_the_bytes_that_are_listed(tmp_path):
 
 def test_what_waits_on_the_host():
     net = swap(sharded(llama), swap=True)
-    frame = prepare(net, *INPUTS[llama]()).frame
-    found = explained(net, frame)
-    keys = keepers_by_key(frame).keys()
+    plan = prepare(net, *INPUTS[llama]()).plan
+    found = explained(net, plan)
+    keys = keepers_by_key(plan).keys()
     assert {mark.kind for mark in found.notes.values()} == {"on host"}
-    swapped = [tensor.nbytes for tensor in saved_activations(frame, algorithm=algorithm_of) if tensor.key in keys]
+    swapped = [tensor.nbytes for tensor in saved_activations(plan, algorithm=algorithm_of) if tensor.key in keys]
     assert sum(mark.nbytes for mark in found.notes.values()) == sum(swapped) > 0
     (line,) = found.lines
     assert line.startswith(f"swap: results of {len(found.notes)} instructions wait on the host, ")
-    key = next(key for key, path in called_cells(frame) if path == "model.layers.1.self_attn")
+    key = next(key for key, path in called_cells(plan) if path == "model.layers.1.self_attn")
     inside = {inner[len(key) :] for inner in found.notes if inner[: len(key)] == key}
-    assert explained(net, frame, "model.layers.1.self_attn").notes.keys() == inside != set()
+    assert explained(net, plan, "model.layers.1.self_attn").notes.keys() == inside != set()
 
 
 def llama_on_two_ranks():
@@ -125,11 +125,11 @@ def test_what_is_sent_again():
     counts = []
     for settings in ({}, {"full": True}, {"full": True, "mp_comm_recompute": False}):
         net = recompute(llama_on_two_ranks(), **settings)
-        frame = prepare(net, IDS, IDS).frame
-        found = explained(net, frame)
-        rows = [row for row in rows_of(make_report(frame, algorithm_of, found).root) if hasattr(row, "steps")]
+        plan = prepare(net, IDS, IDS).plan
+        found = explained(net, plan)
+        rows = [row for row in rows_of(make_report(plan, algorithm_of, found).root) if hasattr(row, "steps")]
         again = [step for row in rows if getattr(row, "note", None) for step in row.steps if step.recomputed]
-        sent = collectives_of(make_report(frame, algorithm_of, found).traffic)
+        sent = collectives_of(make_report(plan, algorithm_of, found).traffic)
         counts.append((sent, [name for step in again for way, name, _ in step.collectives if way == "forward"]))
     (plain, none), (full, again), (kept, nothing) = counts
     assert (none, nothing) == ([], []) and kept == plain
@@ -161,10 +161,10 @@ def test_what_is_held_at_the_peak_of_the_forward_pass():
     inputs, peaks = INPUTS[llama](), []
     for settings in ({}, {"select": "*.weights"}, {"select": ["*.weights", "*.MatMul[0]", "*.scores"]}, {"full": True}):
         net = recompute(sharded(llama), **settings)
-        frame = prepare(net, *inputs).frame
-        report = make_report(frame, algorithm_of, explained(net, frame))
+        plan = prepare(net, *inputs).plan
+        report = make_report(plan, algorithm_of, explained(net, plan))
         peaks.append(report.training_bytes)
-        assert report.evaluation_bytes == make_report(frame, algorithm_of).evaluation_bytes
+        assert report.evaluation_bytes == make_report(plan, algorithm_of).evaluation_bytes
         assert report.undropped_bytes == (peaks[0] if settings else None)
         text = explain(net, *inputs)
         assert ("at the peak of the forward pass: " in text) == bool(settings)
@@ -197,8 +197,8 @@ def test_what_dropped_results_leave_behind(select, held):
     inputs = (tensor_meta((16,), "float32"),)
     if select != "none":
         recompute(net, select=select)
-    frame = prepare(net, *inputs).frame
-    assert make_report(frame, algorithm_of, explained(net, frame)).training_bytes == 64 * held
+    plan = prepare(net, *inputs).plan
+    assert make_report(plan, algorithm_of, explained(net, plan)).training_bytes == 64 * held
 
 
 def test_what_compiled_cells_send_again():
@@ -207,9 +207,9 @@ def test_what_compiled_cells_send_again():
     counts, gradients = [], value_and_grad(hsdp(net), compiled=True)
     for make in (lambda: prepare(net, IDS, IDS, compiled=True), lambda: gradients.prepare(IDS, IDS)):
         make()
-        frame = programs(net)[-1].frame
-        found = explained(net, frame)
-        reports = [make_report(frame, algorithm_of, each) for each in (None, found)]
+        plan = programs(net)[-1].plan
+        found = explained(net, plan)
+        reports = [make_report(plan, algorithm_of, each) for each in (None, found)]
         plain, again = (collectives_of(report.traffic)["all_reduce"] for report in reports)
         assert again[0] == plain[0]
         counts.append(again[1] - plain[1])

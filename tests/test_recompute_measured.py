@@ -86,13 +86,13 @@ def test_measured_is_foretold(monkeypatch, make, settings):
     net(*inputs)
     tensors, again = kept_tensors(monkeypatch, net, inputs)
     after = bytes_of(tensors, net, inputs)
-    frame = programs(net)[-1].frame
-    keys = frozenset(keepers_by_key(frame))
-    foretold = saved_bytes(frame, keys, algorithm_of)
+    plan = programs(net)[-1].plan
+    keys = frozenset(keepers_by_key(plan))
+    foretold = saved_bytes(plan, keys, algorithm_of)
     seeds = 6 * 8 * (make is Net)  # of the draws: after manual_seed they are all one, the generator's own
-    assert foretold - seeds <= after <= foretold < before == saved_bytes(frame, frozenset(), algorithm_of)
+    assert foretold - seeds <= after <= foretold < before == saved_bytes(plan, frozenset(), algorithm_of)
     if make is not Net:  # a distributed algorithm is several calls
-        assert again == len(Prediction(frame, algorithm_of).recomputed(frozenset(keys)))
+        assert again == len(Prediction(plan, algorithm_of).recomputed(frozenset(keys)))
 
 
 def test_full_recompute_keeps_one_tensor_of_a_layer(monkeypatch):
@@ -125,8 +125,8 @@ def test_operators_whose_results_are_marked(monkeypatch, settings):
     net = recompute(net, **settings)
     net(*inputs)
     tensors, again = kept_tensors(monkeypatch, net, inputs)
-    frame = programs(net)[-1].frame
-    keys = frozenset(keepers_by_key(frame))
-    foretold = saved_bytes(frame, keys, algorithm_of)
-    assert bytes_of(tensors, net, inputs) == foretold < saved_bytes(frame, frozenset(), algorithm_of)
-    assert again == len(Prediction(frame, algorithm_of).recomputed(frozenset(keys))) >= 6
+    plan = programs(net)[-1].plan
+    keys = frozenset(keepers_by_key(plan))
+    foretold = saved_bytes(plan, keys, algorithm_of)
+    assert bytes_of(tensors, net, inputs) == foretold < saved_bytes(plan, frozenset(), algorithm_of)
+    assert again == len(Prediction(plan, algorithm_of).recomputed(frozenset(keys))) >= 6

@@ -34,16 +34,16 @@ def llama(mesh):
     return planned(model.set_train(), mesh, args, named, SimpleNamespace(sequence_parallel=False))[1]
 
 
-def costs(frame, path):
+def costs(plan, path):
     """`[(operator, cost)]` of the instructions in one Cell's `construct`."""
-    places = [place for place in operators_in_order(frame) if place.path == path]
+    places = [place for place in operators_in_order(plan) if place.path == path]
     nothing = SimpleNamespace(arguments={}, nodes=[]), []
     steps = {place.key: operations(place, lambda plan: nothing) for place in places}
     return [(place.entry.node.operator, steps[place.key]) for place in places if hasattr(place.entry, "node")]
 
 
 def test_products_of_a_llama():
-    frame = llama(ONE)
+    plan = llama(ONE)
     for path, inside, outside in (
         (f"{ATTENTION}.q_proj", 24, 24),
         (f"{ATTENTION}.k_proj", 24, 12),
@@ -52,22 +52,22 @@ def test_products_of_a_llama():
         (f"{MLP}.down_proj", 40, 24),
         ("lm_head", 24, 32),
     ):
-        assert costs(frame, path) == [("Dense", 2 * TOKENS * inside * outside)]
-    products = [cost for operator, cost in costs(frame, CORE) if operator == "MatMulExt"]
+        assert costs(plan, path) == [("Dense", 2 * TOKENS * inside * outside)]
+    products = [cost for operator, cost in costs(plan, CORE) if operator == "MatMulExt"]
     assert products == [2 * (2 * 4) * 8 * 8 * 6] * 2
 
 
 def test_element_by_element():
-    frame = llama(ONE)
-    assert costs(frame, MLP) == [("SiLU", 4 * TOKENS * 40), ("Mul", TOKENS * 40)]
-    found = dict(costs(frame, CORE))
+    plan = llama(ONE)
+    assert costs(plan, MLP) == [("SiLU", 4 * TOKENS * 40), ("Mul", TOKENS * 40)]
+    found = dict(costs(plan, CORE))
     assert found["Softmax"] == 5 * (2 * 4 * 8 * 8)
     assert found["Reshape"] == found["ExpandDims"] == 0
-    assert costs(frame, "model.norm") == [
+    assert costs(plan, "model.norm") == [
         *(("Square", TOKENS * 24), ("ReduceMean", TOKENS * 24), ("Add", TOKENS), ("Rsqrt", TOKENS)),
         *(("Mul", TOKENS * 24), ("Mul", TOKENS * 24)),
     ]
-    assert costs(frame, "model.embed_tokens") == [("Gather", TOKENS * 24)]  # not the table's 32 * 24
+    assert costs(plan, "model.embed_tokens") == [("Gather", TOKENS * 24)]  # not the table's 32 * 24
 
 
 def test_each_rank_computes_its_part():
@@ -86,16 +86,16 @@ def test_what_is_sent_has_a_price():
     place = moves[f"{MLP}.down_proj"]
     for device in (CPU, GPU, GPU.with_links(tp=Link(5e-6, 25e9))):
         per_byte = device.operations_per_second / device.link_over(("tp",)).bandwidth
-        frame = replace(place.frame, device_model=device)
-        assert operations(replace(place, frame=frame)) == round(per_byte * TOKENS * 24 * 4)
+        plan = replace(place.plan, device_model=device)
+        assert operations(replace(place, plan=plan)) == round(per_byte * TOKENS * 24 * 4)
     assert operations(moves["model.layers.1"]) == 0
 
 
 def test_what_an_algorithm_sends():
     mesh = init_device_mesh((2,), ("tp",))
     cell = Function(lambda x: ops.softmax(x, 1))
-    _, frame = planned(cell, mesh, (float_meta(4, 6),), arriving={"inputs": layout(None, "tp")})
-    (place,) = [place for place in operators_in_order(frame) if getattr(place.entry, "algorithm", None)]
+    _, plan = planned(cell, mesh, (float_meta(4, 6),), arriving={"inputs": layout(None, "tp")})
+    (place,) = [place for place in operators_in_order(plan) if getattr(place.entry, "algorithm", None)]
     with pytest.raises(ValueError, match=r"Softmax .* algorithm 'softmax' over tp: pass algorithm=, "):
         operations(place)
     step = SimpleNamespace(forward=("all_reduce", 16), axes=("tp",))
@@ -147,5 +147,5 @@ def test_a_cell_with_a_gradient_of_its_own():
         def bprop(self, x, out, dout):
             return (dout,)
 
-    _, frame = planned(Function(Scaled()), ONE, (float_meta(4, 3),))
-    assert [operations(place) for place in operators_in_order(frame)] == [2 * 4 * 3 * 5 + 4 * 5]
+    _, plan = planned(Function(Scaled()), ONE, (float_meta(4, 3),))
+    assert [operations(place) for place in operators_in_order(plan)] == [2 * 4 * 3 * 5 + 4 * 5]

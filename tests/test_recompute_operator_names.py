@@ -20,10 +20,10 @@ from mindformers_core.tensor_parallel import shard
 MESH = DeviceMesh((2, 2), ("dp", "tp"))
 
 
-def check_texts(frame, path=""):
+def check_texts(plan, path=""):
     """Every text selects its operator, and besides at most one of every other call of the same Cell."""
-    names = operator_names(frame, path)
-    cells = [(key, f"{path}.{inner}".strip(".")) for key, inner in called_cells(frame)]
+    names = operator_names(plan, path)
+    cells = [(key, f"{path}.{inner}".strip(".")) for key, inner in called_cells(plan)]
     by_key = {name.place.key: name for name in names}
     for name in names:
         found = select([name.text], names, cells)
@@ -36,8 +36,8 @@ def check_texts(frame, path=""):
 def names_in(construct, *children, **others):
     """The names in a Cell with this `construct(self, x)`, and with children `a`, `b`, …"""
     cell = cell_of(construct, **dict(zip("abc", children)))
-    _, frame = planned(cell, MESH, [Tensor(np.ones((4, 4), np.float32))], **others)
-    return check_texts(frame)
+    _, plan = planned(cell, MESH, [Tensor(np.ones((4, 4), np.float32))], **others)
+    return check_texts(plan)
 
 
 def texts_in(construct, *children, **others):
@@ -180,8 +180,8 @@ def test_redistributions_of_several_steps_and_of_none():
         move(("to_partial", "sum")),
         move(("all_gather", None), ("all_gather", None)),
     )
-    frame = CellPlan(SimpleNamespace(nodes=()), MESH, {}, instructions, ())
-    names = check_texts(frame)
+    plan = CellPlan(SimpleNamespace(nodes=()), MESH, {}, instructions, ())
+    names = check_texts(plan)
     assert [name.operator for name in names] == ["all_gather", "slice+all_gather", "mask", "all_gather+all_gather"]
     assert [name.text for name in names] == ["all_gather[0]", "slice+all_gather", "mask", "all_gather+all_gather"]
     found = select(["all_gather"], names, [((), "")])
@@ -193,12 +193,12 @@ def test_redistributions_of_several_steps_and_of_none():
 def test_texts_of_whole_models(name):
     cell, batch = MODELS[name]()
     args, named = batch(0)
-    _, frame = planned(cell, MESH, args, named)
-    names = check_texts(frame)
+    _, plan = planned(cell, MESH, args, named)
+    names = check_texts(plan)
     assert names
-    keys = [place.key for place in operators_in_order(frame)]
+    keys = [place.key for place in operators_in_order(plan)]
     assert [name.place.key for name in names] == [key for key in keys if key in {name.place.key for name in names}]
-    unnamed = [place.entry for place in operators_in_order(frame) if place.key not in {n.place.key for n in names}]
+    unnamed = [place.entry for place in operators_in_order(plan) if place.key not in {n.place.key for n in names}]
     assert not any(isinstance(entry, OperatorPlan) for entry in unnamed)
 
 
@@ -210,17 +210,17 @@ def test_a_sharded_llama():
     net.set_train()
     net(*args, **named)
     tree = tree_of(net)
-    names = check_texts(next(iter(tree.programs.values())).frame)
+    names = check_texts(next(iter(tree.programs.values())).plan)
     texts = [name.text for name in names]
     assert len(set(texts)) == len(texts)
     assert "model.layers.1.self_attn.core_attention.weights" in texts
     assert "model.layers.1.mlp.SiLU" in texts
     assert "model.layers.1.self_attn.core_attention.MatMul[0]" in texts  # the other one is called mixed
     assert not any(isinstance(name.place.entry, Redistribution) for name in names)
-    frame = next(iter(tree.programs.values())).frame
-    assert list(operator_texts(frame).values()) == texts
-    assert set(operator_texts(frame, "student").values()) == {f"student.{text}".replace("..", ".") for text in texts}
-    cells = called_cells(frame)
+    plan = next(iter(tree.programs.values())).plan
+    assert list(operator_texts(plan).values()) == texts
+    assert set(operator_texts(plan, "student").values()) == {f"student.{text}".replace("..", ".") for text in texts}
+    cells = called_cells(plan)
     found = select(["layers.*.mlp.gate_proj.MatMul"], names, cells).operators
     assert found and found == select(["gate_proj.Dense"], names, cells).operators
 

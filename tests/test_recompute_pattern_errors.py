@@ -132,6 +132,6 @@ def test_what_is_narrowed_to_some():
         prepare(swap(sharded(), op_swap={pattern: {"layers": "0-2"}}), X)
     around = cell_of(lambda self, x: self.inner(x) * 2, inner=layers())
     around = shard(around, init_device_mesh((1,), ("tp",))).set_train()
-    frame = prepare(swap(around, op_swap={"inner": {"layers": "2-3"}}), X).frame
-    swapped = {operator_texts(frame)[key] for key in keepers_by_key(frame)}
+    plan = prepare(swap(around, op_swap={"inner": {"layers": "2-3"}}), X).plan
+    swapped = {operator_texts(plan)[key] for key in keepers_by_key(plan)}
     assert swapped == {f"inner.layers.{number}.{name}" for number in (2, 3) for name in ("Tanh", "weight.MatMul")}

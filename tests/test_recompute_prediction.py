@@ -55,7 +55,7 @@ def example(name, mesh):
 
 def assert_foretold(name, mesh):
     found, program = measured_and_program(*example(name, mesh))
-    assert saved_bytes(program.frame, algorithm=algorithm_of) == found
+    assert saved_bytes(program.plan, algorithm=algorithm_of) == found
 
 
 NAMES = [name for name in {**EXAMPLES, **MODELS} if name not in WITHOUT_RULE]
@@ -85,8 +85,8 @@ def test_llama_with_inputs_that_are_closed_over(layers):
     passed, program = measured_and_program(net, (ids, labels), {})
     fresh = [Tensor(one.asnumpy()) for one in (ids, labels)]
     closed = measured(lambda: net(*fresh), exclude=[*fresh, *net.trainable_params(), *constants_of(program)])
-    assert saved_bytes(program.frame) == passed
-    assert saved_bytes(program.frame, arguments_need=False) == closed < passed
+    assert saved_bytes(program.plan) == passed
+    assert saved_bytes(program.plan, arguments_need=False) == closed < passed
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -97,4 +97,4 @@ def test_random_programs(seed):
     drawn = random_cell(seed)
     net = shard(drawn.make().set_train(), init_device_mesh((1,), ("tp",)))
     found, program = measured_and_program(net, list(map(Tensor, drawn.inputs)), {})
-    assert saved_bytes(program.frame) == found
+    assert saved_bytes(program.plan) == found

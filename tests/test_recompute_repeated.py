@@ -21,7 +21,7 @@ UNARY |= {"Reshape": (SHAPE,), "Transpose": ((1, 0),), "Std": (), "DeprecatedMax
 BINARY = ("Add", "Mul", "MatMulExt", "Div")
 
 
-def frame_of(arguments, steps, results):
+def plan_of(arguments, steps, results):
     """A `CellPlan` with a weight.
 
     Args:
@@ -49,9 +49,9 @@ def frame_of(arguments, steps, results):
     return CellPlan(graph, MESH, dict.fromkeys(range(len(values)), WHOLE), tuple(plans), (WHOLE,) * len(results))
 
 
-def random_frame(chance, depth, arguments=2):
+def random_plan(chance, depth, arguments=2):
     """A `CellPlan` of random operators that calls others: some of them again and again."""
-    inner = [random_frame(chance, depth - 1, chance.randint(1, 3)) for _ in range(chance.randint(1, 2) * bool(depth))]
+    inner = [random_plan(chance, depth - 1, chance.randint(1, 3)) for _ in range(chance.randint(1, 2) * bool(depth))]
     steps, count = [], arguments + 1
     for _ in range(chance.randint(2, 7)):
         if inner and chance.random() < 0.6:
@@ -62,13 +62,13 @@ def random_frame(chance, depth, arguments=2):
             name = chance.choice([*UNARY, *BINARY])
             steps.append((name, chance.choices(range(count)[-4:], k=2 if name in BINARY else 1)))
             count += 1
-    return frame_of(arguments, steps, chance.choices(range(count)[-3:], k=chance.randint(1, 2)))
+    return plan_of(arguments, steps, chance.choices(range(count)[-3:], k=chance.randint(1, 2)))
 
 
-def random_choices(chance, frame, count):
+def random_choices(chance, plan, count):
     """Sets of dropped keys: of all instructions, or alike in whole calls."""
-    keys = [place.key for place in operators_in_order(frame)]
-    calls = [key for key, _ in called_cells(frame)]
+    keys = [place.key for place in operators_in_order(plan)]
+    calls = [key for key, _ in called_cells(plan)]
     for _ in range(count):
         often = chance.choice((0.05, 0.3, 0.6, 1))
         roots = chance.sample(calls, min(len(calls), 3)) if chance.random() < 0.5 else [()]
@@ -80,23 +80,23 @@ def random_choices(chance, frame, count):
 @pytest.mark.parametrize("seed", range(40))
 def test_as_if_nothing_were_shared(seed):
     chance = random.Random(seed)
-    frame = random_frame(chance, depth=1 + seed % 3)
+    plan = random_plan(chance, depth=1 + seed % 3)
     needed = chance.random() < 0.7
-    shared, alone = (Prediction(one, arguments_need=needed) for one in (frame, unshared(frame)))
-    for dropped in (frozenset(), *random_choices(chance, frame, 5)):
+    shared, alone = (Prediction(one, arguments_need=needed) for one in (plan, unshared(plan)))
+    for dropped in (frozenset(), *random_choices(chance, plan, 5)):
         found, wanted = ({(one.key, one.nbytes) for one in some.saved(dropped)} for some in (shared, alone))
         assert found == wanted
         assert len(shared.saved(dropped)) == len(alone.saved(dropped))
         assert shared.saved_bytes(dropped) == alone.saved_bytes(dropped)
         assert shared.recomputed(dropped) == alone.recomputed(dropped)
-    for key, _ in called_cells(frame):
+    for key, _ in called_cells(plan):
         assert shared.cell_keys(key) == alone.cell_keys(key)
 
 
 def test_calls_that_look_alike_but_for_strides():
     """`ToOther` gives a contiguous tensor as it is, and copies another one; both are views."""
-    inner = frame_of(1, [("ToOther", [0]), ("Square", [2])], [3])
+    inner = plan_of(1, [("ToOther", [0]), ("Square", [2])], [3])
     steps = [("Exp", [1]), ("Reshape", [2]), ("Transpose", [2]), (inner, [3]), (inner, [4])]
-    frame = frame_of(1, steps, [5, 6])
-    saved = {one.key for one in Prediction(frame).saved()}
-    assert saved == {one.key for one in Prediction(unshared(frame)).saved()} == {(0,), (3, 1), (4, 0)}
+    plan = plan_of(1, steps, [5, 6])
+    saved = {one.key for one in Prediction(plan).saved()}
+    assert saved == {one.key for one in Prediction(unshared(plan)).saved()} == {(0,), (3, 1), (4, 0)}

@@ -48,11 +48,11 @@ def random_program(seed, size, monkeypatch):
 )
 def test_random_programs_of_other_sizes(seed, monkeypatch):
     large, given, *_ = random_program(seed, 64, monkeypatch)
-    frame = propagate(large, *given)
+    plan = propagate(large, *given)
     graph, _, shapes, aliases = random_program(seed, 16, monkeypatch)
-    small = resized(frame, graph)
+    small = resized(plan, graph)
     check_plan(small, final=True)
-    assert first_difference(frame, small) is None
+    assert first_difference(plan, small) is None
     rng = np.random.default_rng(seed)
     inputs = {value.id: rng.standard_normal(value.shape) for value in tree_leaves(graph.arguments)}
     parameters = {path: rng.standard_normal(shape) for path, shape in shapes.items()}
@@ -66,8 +66,8 @@ def test_random_programs_of_other_sizes(seed, monkeypatch):
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "batch norm"])
 def test_a_plan_on_its_own_graph_stays_as_it_is(name):
     given = model_of(name)
-    frame = propagate(*given)
-    same_plan(frame, resized(frame, given[0]), {})
+    plan = propagate(*given)
+    same_plan(plan, resized(plan, given[0]), {})
 
 
 def test_parameters_that_are_lifted_above_their_cells():
@@ -86,14 +86,14 @@ def llama(**sizes):
 
 
 def test_layers_can_be_left_out():
-    frame, small = propagate(*llama(num_hidden_layers=6)), llama(num_hidden_layers=2)
-    found = resized(frame, small[0], {f"model.layers.{number}" for number in (1, 2, 4, 5)})
+    plan, small = propagate(*llama(num_hidden_layers=6)), llama(num_hidden_layers=2)
+    found = resized(plan, small[0], {f"model.layers.{number}" for number in (1, 2, 4, 5)})
     same_plan(propagate(*small), found, {})
-    assert first_difference(frame, found) is None
+    assert first_difference(plan, found) is None
     with pytest.raises(
         ValueError, match=r"the root Cell .* has '21 parameters .*' at the new sizes, where '57 .*' was planned"
     ):
-        resized(frame, small[0])
+        resized(plan, small[0])
 
 
 def test_redistributions_between_layers_that_are_left_out():
@@ -103,22 +103,22 @@ def test_redistributions_between_layers_that_are_left_out():
         model = nn.SequentialCell(*(nn.Dense(8, 8) for _ in range(layers)))
         given = captured(model, MESH, (tensor_meta((8, 8), "float32"),), plan=plan)
         plans.append((propagate(*given), given[0]))
-    (frame, _), (expected, graph) = plans
-    assert len(frame.redistributions) > len(expected.redistributions) > 0
-    found = resized(frame, graph, {"1", "2", "3"})
+    (plan, _), (expected, graph) = plans
+    assert len(plan.redistributions) > len(expected.redistributions) > 0
+    found = resized(plan, graph, {"1", "2", "3"})
     check_plan(found, final=True)
     same_plan(expected, found, {})
-    assert first_difference(frame, found) is None
+    assert first_difference(plan, found) is None
 
 
 def test_another_structure_is_refused():
-    frame = propagate(*llama())
+    plan = propagate(*llama())
     with pytest.raises(ValueError, match="at the new sizes, where"):
-        resized(frame, llama(tie_word_embeddings=True)[0])
+        resized(plan, llama(tie_word_embeddings=True)[0])
 
 
 def test_a_dim_that_does_not_divide_is_refused():
-    frame = propagate(*captured(OneWeight(), MESH, (tensor_meta((8, 4), "float32"),), arriving={"x": layout("dp")}))
+    plan = propagate(*captured(OneWeight(), MESH, (tensor_meta((8, 4), "float32"),), arriving={"x": layout("dp")}))
     graph, *_ = captured(OneWeight(), MESH, (tensor_meta((7, 4), "float32"),), arriving={"x": layout()})
     with pytest.raises((ValueError, RuntimeError), match="7"):
-        check_plan(resized(frame, graph))
+        check_plan(resized(plan, graph))

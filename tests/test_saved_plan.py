@@ -36,16 +36,16 @@ def model_of(name):
     return captured(model, MESH, args, named, example.config(axes), example.plan(axes))
 
 
-def same_plan(frame, other, known):
-    """Assert that two plans are the same in all their parts, and share frames alike."""
-    if id(frame) in known:
-        assert known[id(frame)] is other
+def same_plan(plan, other, known):
+    """Assert that two plans are the same in all their parts, and share plans alike."""
+    if id(plan) in known:
+        assert known[id(plan)] is other
         return
-    known[id(frame)] = other
+    known[id(plan)] = other
     for name in ("mesh", "layouts", "results", "lifted", "gradients"):
-        assert getattr(frame, name) == getattr(other, name), name
-    assert frame.graph.key == other.graph.key, "of some call that is identical"
-    for one, two in zip(frame.instructions, other.instructions, strict=True):
+        assert getattr(plan, name) == getattr(other, name), name
+    assert plan.graph.key == other.graph.key, "of some call that is identical"
+    for one, two in zip(plan.instructions, other.instructions, strict=True):
         assert type(one) is type(two)
         if isinstance(one, Redistribution):
             assert vars(one) == vars(two)
@@ -57,18 +57,18 @@ def same_plan(frame, other, known):
             for part in ("inputs", "outputs", "sizes", "reduced", "whole", "linear", "added", "distributed", "run"):
                 assert getattr(one.signature, part) == getattr(two.signature, part)
         else:
-            assert one.lifted == two.lifted and (one.frame is None) == (two.frame is None)
-            if one.frame is not None:
-                same_plan(one.frame, two.frame, known)
+            assert one.lifted == two.lifted and (one.plan is None) == (two.plan is None)
+            if one.plan is not None:
+                same_plan(one.plan, two.plan, known)
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "batch norm"])
 def test_a_loaded_plan_is_the_one_saved(name, tmp_path):
     given = model_of(name)
-    frame = propagate(*given)
-    save_plan(frame, tmp_path / "plan.json")
+    plan = propagate(*given)
+    save_plan(plan, tmp_path / "plan.json")
     loaded = load_plan(tmp_path / "plan.json", *given)
-    same_plan(frame, loaded, {})
+    same_plan(plan, loaded, {})
     check_plan(loaded)
     save_plan(loaded, tmp_path / "again.json")
     assert (tmp_path / "again.json").read_bytes() == (tmp_path / "plan.json").read_bytes()
@@ -77,17 +77,17 @@ def test_a_loaded_plan_is_the_one_saved(name, tmp_path):
 
 def test_a_plan_with_annotations_is_saved_as_the_plan_without(tmp_path):
     """As under `recompute()` or `swap()` of some layers, which makes copies of the plan that equal layers share."""
-    frame = propagate(*model_of("llama"))
-    operators = [each for each in operators_in_order(frame) if isinstance(each.entry, OperatorPlan)]
-    annotated = annotate(frame, {each.key: Keeper("", "keep", "") for each in operators if "layers.1.mlp" in each.path})
-    assert len({*map(id, frames_of(annotated))}) > len({*map(id, frames_of(frame))})
-    save_plan(frame, tmp_path / "plan.json")
+    plan = propagate(*model_of("llama"))
+    operators = [each for each in operators_in_order(plan) if isinstance(each.entry, OperatorPlan)]
+    annotated = annotate(plan, {each.key: Keeper("", "keep", "") for each in operators if "layers.1.mlp" in each.path})
+    assert len({*map(id, plans_of(annotated))}) > len({*map(id, plans_of(plan))})
+    save_plan(plan, tmp_path / "plan.json")
     save_plan(annotated, tmp_path / "annotated.json")
     assert (tmp_path / "annotated.json").read_bytes() == (tmp_path / "plan.json").read_bytes()
 
 
-def frames_of(frame):
-    return [found for _, found in frame.walk()]
+def plans_of(plan):
+    return [found for _, found in plan.walk()]
 
 
 class OneWeight(nn.Cell):
@@ -104,12 +104,12 @@ class OneWeight(nn.Cell):
 
 def test_parameters_that_are_lifted_above_their_cells(tmp_path):
     given = captured(OneWeight(), MESH, (tensor_meta((8, 4), "float32"),), arriving={"x": layout("dp")})
-    frame = propagate(*given)
-    (call, _) = frame.calls
-    assert [use.path for use in frame.graph.parameters] == ["first.weight"] and not given[0].parameters
-    assert [value for value, _ in call.lifted] == [frame.graph.parameters[0].value]
-    save_plan(frame, tmp_path / "plan.json")
-    same_plan(frame, load_plan(tmp_path / "plan.json", *given), {})
+    plan = propagate(*given)
+    (call, _) = plan.calls
+    assert [use.path for use in plan.graph.parameters] == ["first.weight"] and not given[0].parameters
+    assert [value for value, _ in call.lifted] == [plan.graph.parameters[0].value]
+    save_plan(plan, tmp_path / "plan.json")
+    same_plan(plan, load_plan(tmp_path / "plan.json", *given), {})
 
 
 class Around(nn.Cell):
@@ -125,11 +125,11 @@ class Around(nn.Cell):
 
 def test_tensors_that_are_handed_down_through_a_cell(tmp_path):
     given = captured(Around(), MESH, (tensor_meta((8, 4), "float32"),), arriving={"x": layout("dp")})
-    frame = propagate(*given)
-    (handed,) = frame.calls[1].frame.graph.free_variables
-    assert handed.value not in tree_leaves([node.args for node in frame.calls[1].frame.graph.nodes])
-    save_plan(frame, tmp_path / "plan.json")
-    same_plan(frame, load_plan(tmp_path / "plan.json", *given), {})
+    plan = propagate(*given)
+    (handed,) = plan.calls[1].plan.graph.free_variables
+    assert handed.value not in tree_leaves([node.args for node in plan.calls[1].plan.graph.nodes])
+    save_plan(plan, tmp_path / "plan.json")
+    same_plan(plan, load_plan(tmp_path / "plan.json", *given), {})
 
 
 def test_one_of_several_permutations(tmp_path):
@@ -137,10 +137,10 @@ def test_one_of_several_permutations(tmp_path):
     plan = {"": {"input": layout(("c", "a", "b"))}}
     x = tensor_meta((8,), "float32")
     given = captured(nn.ReLU(), mesh, (x,), plan=plan, arriving={"input": layout(("a", "b", "c"))})
-    frame = propagate(*given)
-    assert [step.kind for step in frame.redistributions[0].steps] == ["permute"]
-    save_plan(frame, tmp_path / "plan.json")
-    same_plan(frame, load_plan(tmp_path / "plan.json", *given), {})
+    plan = propagate(*given)
+    assert [step.kind for step in plan.redistributions[0].steps] == ["permute"]
+    save_plan(plan, tmp_path / "plan.json")
+    same_plan(plan, load_plan(tmp_path / "plan.json", *given), {})
 
 
 def test_equal_layers_are_in_the_file_once(tmp_path):
@@ -148,8 +148,8 @@ def test_equal_layers_are_in_the_file_once(tmp_path):
     for layers in (2, 8):
         model, make = small_llama(num_hidden_layers=layers)
         args, named = make(1)
-        _, frame = planned(model, MESH, args, named, CONFIG)
-        save_plan(frame, tmp_path / "plan.json")
+        _, plan = planned(model, MESH, args, named, CONFIG)
+        save_plan(plan, tmp_path / "plan.json")
         data = json.loads((tmp_path / "plan.json").read_text())
         sizes.append(len(data["cells"]))
     assert sizes[0] == sizes[1]
@@ -157,10 +157,10 @@ def test_equal_layers_are_in_the_file_once(tmp_path):
 
 
 def test_nothing_is_left_where_saving_fails(tmp_path):
-    frame = propagate(*model_of("mlp"))
+    plan = propagate(*model_of("mlp"))
     (tmp_path / "plan.json").mkdir()
     with pytest.raises(OSError):
-        save_plan(frame, tmp_path / "plan.json")
+        save_plan(plan, tmp_path / "plan.json")
     assert os.listdir(tmp_path) == ["plan.json"]
 
 
@@ -196,8 +196,8 @@ def test_other_ranks_are_as_good(saved):
     path, (graph, _, *layouts, declarations), _ = saved
     mesh = init_device_mesh((2, 2), ("dp", "tp"), (4, 5, 6, 7))
     layouts = [{key: Layout.on(mesh, at.dims) for key, at in given.items()} for given in layouts]
-    frame = load_plan(path, graph, mesh, *layouts, declarations)
-    assert {layout.mesh for layout in frame.layouts.values()} == {mesh}
+    plan = load_plan(path, graph, mesh, *layouts, declarations)
+    assert {layout.mesh for layout in plan.layouts.values()} == {mesh}
 
 
 OTHERS = {

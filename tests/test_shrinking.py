@@ -59,7 +59,7 @@ def nothing_is_initialized(monkeypatch):
 
 def programs_of(recipe, plans=None):
     """Stage -> (`HsdpStorage`, `Program`); `plans`: those of a small recipe."""
-    plans = {stage: frame for (stage, _), (_, frame) in plans.items()} if plans else {}
+    plans = {stage: plan for (stage, _), (_, plan) in plans.items()} if plans else {}
     sizes = recipe.parallelism
     shape = mesh_shape(recipe, None if sizes.data_parallel_shard > 0 else sizes.tensor_parallel)
     mesh, found = init_device_mesh(shape, MESH_AXES), {}
@@ -80,10 +80,10 @@ def check_shrunk(recipe, found, plans):
     large, programs = programs_of(recipe), programs_of(small, plans)
     assert large.keys() == programs.keys()
     for (storage, theirs), (other, ours) in zip(large.values(), programs.values()):
-        assert first_difference(theirs.frame, ours.frame) is None
+        assert first_difference(theirs.plan, ours.plan) is None
         assert {*map(kind_of, storage.parameters)} == {*map(kind_of, other.parameters)}
         assert sum(each.plan.size for each in other.parameters) < 250_000
-        values = {value for _, frame in ours.frame.walk() for e in frame.instructions for value, _ in e.produced}
+        values = {value for _, plan in ours.plan.walk() for e in plan.instructions for value, _ in e.produced}
         assert max(math.prod(value.shape) for value in values) < 150_000
         if getattr(small.model, "num_hidden_layers", 0) == getattr(recipe.model, "num_hidden_layers", 0):
             assert ours.source.text.count("def ") == theirs.source.text.count("def ")
@@ -252,17 +252,17 @@ def test_what_can_not_shrink_is_an_error_that_names_the_way_out():
         shrunk_recipe(recipe)
 
 
-def altered(frame, target, index, change):
+def altered(plan, target, index, change):
     """A copy of a plan in which `change` was applied to an instruction of the plan `target` in it."""
-    entries, keepers = list(frame.instructions), dict(frame.keepers)
-    for place, entry in enumerate(frame.instructions):
-        if isinstance(entry, CallPlan) and entry.frame is not None:
-            entries[place] = replace(entry, frame=altered(entry.frame, target, index, change))
+    entries, keepers = list(plan.instructions), dict(plan.keepers)
+    for place, entry in enumerate(plan.instructions):
+        if isinstance(entry, CallPlan) and entry.plan is not None:
+            entries[place] = replace(entry, plan=altered(entry.plan, target, index, change))
             if entry in keepers:
                 keepers[entries[place]] = keepers[entry]
-    if frame is target:
+    if plan is target:
         change(entries, index, keepers)
-    return replace(frame, instructions=tuple(entries), keepers=keepers)
+    return replace(plan, instructions=tuple(entries), keepers=keepers)
 
 
 def change_choice(draw):
@@ -322,11 +322,11 @@ def test_an_altered_choice_is_found():
         recipe = load_recipe(path, overrides)
         large = programs_of(recipe)
         for stage, (_, small) in programs_of(*shrunk_recipe(recipe)).items():
-            theirs, frames = large[stage][1].frame, [frame for _, frame in small.frame.walk() if frame.instructions]
+            theirs, plans = large[stage][1].plan, [plan for _, plan in small.plan.walk() if plan.instructions]
             for _ in range(40):
-                target = draw.choice(frames)
+                target = draw.choice(plans)
                 index = draw.randrange(len(target.instructions))
-                other = altered(small.frame, target, index, change_choice(draw))
+                other = altered(small.plan, target, index, change_choice(draw))
                 why = first_difference(theirs, other)
                 assert why and "at the recipe's sizes, and" in why and target.graph.label.split()[-1] in why
                 found += 1
@@ -337,9 +337,9 @@ def test_a_difference_of_a_dropped_layer_is_found():
     """Which the small plan has no layer for."""
     ((_, large),) = programs_of(settings_of(6)).values()
     ((_, small),) = programs_of(*shrunk_recipe(settings_of(6))).values()
-    assert first_difference(large.frame, small.frame) is None
-    annotated = programs_of(settings_of(6, recompute={"full": [2]}))[0][1].frame
-    assert "kept by recomputed' at the recipe's sizes" in first_difference(annotated, small.frame)
+    assert first_difference(large.plan, small.plan) is None
+    annotated = programs_of(settings_of(6, recompute={"full": [2]}))[0][1].plan
+    assert "kept by recomputed' at the recipe's sizes" in first_difference(annotated, small.plan)
 
 
 def test_the_boundary_of_a_stage_shrinks_too():

@@ -37,7 +37,7 @@ def planned(config, stage_inputs, options, layers=None, layer_spec=LLAMA_LAYER):
     with ms.DeviceCtx("meta"):
         net = LlamaForCausalLM(config, layer_spec, layers)
         shard(net, init_device_mesh((2, 2), ("dp", "tp")), options)
-    return prepare(net, stage_inputs, tensor_meta((2, 8), "int32")).frame
+    return prepare(net, stage_inputs, tensor_meta((2, 8), "int32")).plan
 
 
 def added(traffics):
@@ -49,8 +49,8 @@ def added(traffics):
     return sums
 
 
-def traffic(frame):
-    return make_report(frame, algorithm_of).traffic
+def traffic(plan):
+    return make_report(plan, algorithm_of).traffic
 
 
 OPTIONS = {
@@ -78,12 +78,12 @@ def test_boundaries_send_nothing(rank_0_of_4, name, options):
     ids, states = tensor_meta((2, 8), "int32"), tensor_meta((2, length, 24), "float32")
     batch_size = 4 if getattr(options, "batch_axes", None) else 2
     whole = planned(LlamaConfig(**SMALL), ids, options)
-    frames = [planned(config_of(name), states if i else ids, options, part) for i, part in enumerate(parts_of(name))]
-    assert added(map(traffic, frames)) == traffic(whole)
-    for frame, following in zip(frames, frames[1:]):
+    plans = [planned(config_of(name), states if i else ids, options, part) for i, part in enumerate(parts_of(name))]
+    assert added(map(traffic, plans)) == traffic(whole)
+    for plan, following in zip(plans, plans[1:]):
         arriving = following.graph.arguments["input_ids"]
-        assert frame.results == (following.layouts[arriving.id],)
-        assert tuple(arriving.shape) == tuple(frame.graph.result.shape) == (batch_size, 8, 24)
+        assert plan.results == (following.layouts[arriving.id],)
+        assert tuple(arriving.shape) == tuple(plan.graph.result.shape) == (batch_size, 8, 24)
 
 
 class GatheredLayer(LlamaDecoderLayer):
@@ -97,15 +97,15 @@ class GatheredLayer(LlamaDecoderLayer):
 def test_boundary_doesnt_depend_on_the_layers(rank_0_of_4, stage):
     """Stages agree with their neighbours whatever the layers leave behind."""
     given = tensor_meta((2, 4, 24), "float32") if stage else tensor_meta((2, 8), "int32")
-    frame = planned(config_of("even"), given, Sequence, parts_of("even")[stage], LayerSpec(GatheredLayer))
-    held = layout("dp", "tp", None).bind(frame.mesh)
-    assert (frame.results == (held,)) == (stage < 2)
-    assert stage == 0 or frame.layouts[frame.graph.arguments["input_ids"].id] == held
+    plan = planned(config_of("even"), given, Sequence, parts_of("even")[stage], LayerSpec(GatheredLayer))
+    held = layout("dp", "tp", None).bind(plan.mesh)
+    assert (plan.results == (held,)) == (stage < 2)
+    assert stage == 0 or plan.layouts[plan.graph.arguments["input_ids"].id] == held
 
 
 def test_mask_and_rotary_tables_have_the_global_length(rank_0_of_4):
-    frame = planned(config_of("even"), tensor_meta((2, 4, 24), "float32"), Sequence, parts_of("even")[1])
-    layers = [inner for path, inner in frame.walk() if path.startswith("model.layers.") and path.count(".") == 2]
+    plan = planned(config_of("even"), tensor_meta((2, 4, 24), "float32"), Sequence, parts_of("even")[1])
+    layers = [inner for path, inner in plan.walk() if path.startswith("model.layers.") and path.count(".") == 2]
     for layer in layers:
         shapes = {name: tuple(value.shape) for name, value in layer.graph.arguments.items()}
         assert shapes == {"hidden_states": (4, 8, 24), "cosines": (8, 1, 6), "sines": (8, 1, 6), "mask": (8, 8)}
@@ -116,8 +116,8 @@ def test_a_tied_embedding_costs_one_more_gradient(rank_0_of_4):
     """The runtime adds up the two stages' gradients; each was reduced over dp before."""
     ids, states = tensor_meta((2, 8), "int32"), tensor_meta((2, 4, 24), "float32")
     config = config_of("even", tie_word_embeddings=True)
-    frames = [planned(config, states if i else ids, Sequence, part) for i, part in enumerate(parts_of("even"))]
+    plans = [planned(config, states if i else ids, Sequence, part) for i, part in enumerate(parts_of("even"))]
     expected = added([traffic(planned(LlamaConfig(**SMALL, tie_word_embeddings=True), ids, Sequence))])
     number, count = expected[("dp",), "backward", "all_reduce"]
     expected[("dp",), "backward", "all_reduce"] = number + 1, count + 16 * 24 * 4
-    assert added(map(traffic, frames)) == expected
+    assert added(map(traffic, plans)) == expected

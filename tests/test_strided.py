@@ -29,7 +29,7 @@ def numbers(*shape, seed=0):
 
 def sent(plan):
     """Names of the collectives of a plan, forward."""
-    moves = [entry for _, frame in plan.walk() for entry in frame.instructions if isinstance(entry, Redistribution)]
+    moves = [entry for _, inner in plan.walk() for entry in inner.instructions if isinstance(entry, Redistribution)]
     names = [step.forward[0] for move in moves for step in move.steps]
     return [name for name in names if name not in ("identity", "view", "slice")]
 
@@ -69,7 +69,7 @@ def test_layers_with_the_batch_second_send_nothing(name):
     given = {"": {"input": {argument: layout(None, "dp")}}} if name != "dense" else {"": {"input": layout(None, "dp")}}
     found = checked(cell, numbers(LENGTH, BATCH, SIZE), plan=given)
     assert sent(found) == [] and move_bytes(found)[0] == 0
-    made = [str(at) for _, frame in found.walk() for entry in frame.instructions for _, at in entry.produced]
+    made = [str(at) for _, inner in found.walk() for entry in inner.instructions for _, at in entry.produced]
     assert "[(6, dp), -]" in made
 
 
@@ -90,7 +90,7 @@ def test_attention_with_the_batch_second():
 def test_batch_and_heads_in_one_dim():
     given = {**PLAN, "project": {"weight": layout("tp")}}
     found = checked(Heads(), numbers(LENGTH, BATCH, SIZE), plan=given)
-    made = [str(at) for _, frame in found.walk() for entry in frame.instructions for _, at in entry.produced]
+    made = [str(at) for _, inner in found.walk() for entry in inner.instructions for _, at in entry.produced]
     assert "[(dp, 2, tp), -, -]" in made
 
 

@@ -121,8 +121,8 @@ def test_what_is_saved_waits_on_the_host(monkeypatch, make, settings, recomputin
         return result
 
     ms.value_and_grad(forward, None, net.trainable_params())(*inputs)
-    frame = programs(net)[-1].frame
-    explained = tree_of(net).activations.explained(frame)
+    plan = programs(net)[-1].plan
+    explained = tree_of(net).activations.explained(plan)
     marks = [mark.nbytes for mark in explained.notes.values() if mark.kind == "on host"]
     assert kept["fetched"] == [] and sum(kept["host"]) == sum(marks)
     if make is not Net:  # it has a distributed algorithm, of several calls, and seeds
@@ -171,9 +171,9 @@ BOTH = [  # what recompute() and swap() are told, an operator that both take, an
 def test_who_asks_for_what_is_recomputed_and_swapped(settings, swapping, name, asked):
     settings, swapping = RecomputeSettings(**settings), SwapSettings(**swapping)
     layers = {number: [f"model.layers.{number}"] for number in range(3)}
-    program = NamedProgram(prepare(sharded(llama), *INPUTS[llama]()).frame, "", layers, algorithm_of)
+    program = NamedProgram(prepare(sharded(llama), *INPUTS[llama]()).plan, "", layers, algorithm_of)
     again, on_host = recomputed_keys(settings, program), swapped_keys(swapping, program)
-    (key,) = (key for key, text in operator_texts(program.frame).items() if text == f"model.{name}")
+    (key,) = (key for key, text in operator_texts(program.plan).items() if text == f"model.{name}")
     assert key in again and key in on_host
     message = f"model.{name} of the Net is recomputed and swapped, by {asked}: what is computed again"
     with pytest.raises(ValueError, match=re.escape(message)):

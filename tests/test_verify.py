@@ -18,9 +18,9 @@ from small_zero import array
 from verify_faults import SUBJECTS
 
 from mindformers_core import recompute, shard, verify
-from mindformers_core.dtensor import operator_source
-from mindformers_core.dtensor.distributed_operators import ShardContext
+from mindformers_core.algorithms.shard_context import ShardContext
 from mindformers_core.layout import Layout, layout
+from mindformers_core.lowering import operator_source
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.operators import registry
 from mindformers_core.passes.thread_tape import ThreadTape, custom_gradients

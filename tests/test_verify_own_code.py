@@ -10,8 +10,8 @@ from small_zero import array
 from mindformers_core import local_map, shard, verify
 from mindformers_core.communication import AllReduce
 from mindformers_core.communication.world import process_state, world
-from mindformers_core.dtensor import operator_source
 from mindformers_core.layout import Layout, layout
+from mindformers_core.lowering import operator_source
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.operators import registry
 

@@ -107,7 +107,7 @@ def planned(sample, mesh=MESH):
         ]
         dtypes = [str(value.dtype) for value in values.values()]
         program = prepare(net, *map(tensor_meta, parts, dtypes))
-    return sorted(_gathered([plan for _, plan in program.frame.walk()]))
+    return sorted(_gathered([plan for _, plan in program.plan.walk()]))
 
 
 def eager(sample, mesh=MESH):

@@ -7,7 +7,7 @@ def calls_in(function, *args, **kwargs):
     """The number of functions and methods, of Python and of C, that `function` calls in this thread."""
     count = 0
 
-    def counted(frame, event, argument):
+    def counted(plan, event, argument):
         nonlocal count
         count += event in ("call", "c_call")
 

@@ -11,7 +11,7 @@ from mindformers_core.grouping import grouped
 from mindformers_core.program.plan import called_cells
 
 
-def activation_peaks(frame, algorithm, activations):
+def activation_peaks(plan, algorithm, activations):
     """`(training, evaluation)`: peak bytes on one rank in the forward pass.
 
     The live range of a result begins at its producer and ends at the last consumer of it or of a view of it; results of
@@ -19,7 +19,7 @@ def activation_peaks(frame, algorithm, activations):
     saves besides its inputs and results counts from that operator on.
 
     Args:
-        frame: the `CellPlan`.
+        plan: the `CellPlan`.
         algorithm: as of `through_algorithm`.
         activations: the `ExplainedActivations`: recomputed and swapped tensors are not kept for the backward pass.
 
@@ -27,7 +27,7 @@ def activation_peaks(frame, algorithm, activations):
         ValueError: an operator runs a distributed algorithm, and `algorithm` is None.
     """
     how = activations.dropped, activations.on_host, algorithm, activations.arguments_need
-    trace = traced(frame, {}, *how)
+    trace = traced(plan, {}, *how)
     kept = {memory for memory in trace.live_set().kept if not memory.on_host}
     returned = [tensor.memory for tensor in trace.results[()]]
     events = [*trace.events(), ((), (), [memory for memory in returned if memory is not None])]
@@ -48,15 +48,15 @@ def _peak(events, kept):
     return peak
 
 
-def recomputed_at_once(frame, layers, notes):
+def recomputed_at_once(plan, layers, notes):
     """Peak of recomputed bytes in the backward pass: the largest sum of one layer, or of one tensor outside of layers.
 
     Args:
-        frame: the `CellPlan`.
+        plan: the `CellPlan`.
         layers: paths of the Cells that are recomputed one at a time, as a whole or in parts.
         notes: as of `ExplainedActivations`.
     """
-    calls = [key for key, path in called_cells(frame) if path in layers]
+    calls = [key for key, path in called_cells(plan) if path in layers]
     sums = Counter()
     for key, note in notes.items():
         sums[next((call for call in calls if key[: len(call)] == call), key)] += note.nbytes

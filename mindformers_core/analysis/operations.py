@@ -30,16 +30,16 @@ def operations(place, algorithm=None):
         ValueError: an operator runs a distributed algorithm, and `algorithm` is None.
     """
     entry = place.entry
-    device = place.frame.device_model
+    device = place.plan.device_model
     if isinstance(entry, Redistribution):
         return sum(_step_operations(step, device) for step in entry.steps)
     if isinstance(entry, CallPlan):
         return _whole_operations(entry.node.graph)
-    sizes = local_sizes(entry.signature, place.frame.mesh, entry.axes_of)
+    sizes = local_sizes(entry.signature, place.plan.mesh, entry.axes_of)
     inputs = [prod(layout.local_shape(value.shape)) for value, layout in entry.consumed]
     outputs = list(map(prod, entry.local_shapes))
     own = operations_of(entry.node.operator, sizes, inputs, outputs, may_view=entry.algorithm is None)
-    own *= rounds_of(entry.signature, place.frame.mesh, entry.axes_of)
+    own *= rounds_of(entry.signature, place.plan.mesh, entry.axes_of)
     if entry.algorithm is None:
         return own
     return own + sum(_step_operations(step, device) for step, _ in algorithm_steps(entry, algorithm))

@@ -21,7 +21,7 @@ class Prediction:
     in a variance, the copy of an input view) is kept nevertheless.
 
     Args:
-        frame: the root's `CellPlan`.
+        plan: the root's `CellPlan`.
         algorithm: function from the plan of an operator with a distributed algorithm to the algorithm's graph, as
             `algorithm_of`, which captures it.
         arguments_need: whether gradients flow back to the root's arguments, of any dtype. They do if the differentiated
@@ -33,10 +33,10 @@ class Prediction:
             algorithm, and `algorithm` is None.
     """
 
-    def __init__(self, frame, algorithm=None, arguments_need=True):
-        self._frame, self._places = frame, {place.key: place for place in operators_in_order(frame)}
+    def __init__(self, plan, algorithm=None, arguments_need=True):
+        self._plan, self._places = plan, {place.key: place for place in operators_in_order(plan)}
         self.algorithm = algorithm and cache(algorithm)  # a budget follows a program a thousand times
-        self.trace = partial(traced, frame, {}, algorithm=self.algorithm, arguments_need=arguments_need)
+        self.trace = partial(traced, plan, {}, algorithm=self.algorithm, arguments_need=arguments_need)
         self._live_set, self._plain_trace = cache(self._live_set_of), cache(self.trace)
 
     def saved(self, dropped=frozenset()):
@@ -71,7 +71,7 @@ class Prediction:
         """
         results = self._plain_trace().results_of(key)
         if results is None:
-            calls = [str(other) for other, _ in called_cells(self._frame)]
+            calls = [str(other) for other, _ in called_cells(self._plan)]
             raise ValueError(f"no call of a Cell at {key}{nearest(str(key), calls)}")
         running = (inner for inner, place in self._places.items() if getattr(place.entry, "steps", True))
         made = {inner for inner in running if inner[: len(key)] == key}
@@ -85,6 +85,6 @@ class Prediction:
         unknown = dropped.difference(self._places)
         if unknown:
             raise ValueError(
-                f"no instruction at {min(unknown)}, which is to be dropped: take keys from operators_in_order(frame)"
+                f"no instruction at {min(unknown)}, which is to be dropped: take keys from operators_in_order(plan)"
             )
         return self.trace(dropped).live_set()

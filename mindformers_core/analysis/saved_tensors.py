@@ -23,11 +23,11 @@ from mindformers_core.redistribution.steps import STEP_KINDS
 _EXTREMES = frozenset(("max", "min"))
 
 
-def traced(frame, known, dropped=frozenset(), on_host=frozenset(), algorithm=None, arguments_need=True):
+def traced(plan, known, dropped=frozenset(), on_host=frozenset(), algorithm=None, arguments_need=True):
     """The `ForwardTrace` of a program.
 
     Args:
-        frame: the root's `CellPlan`.
+        plan: the root's `CellPlan`.
         known: a dict for the traces that equal calls share, those of equal layers, also in later calls for this plan.
         dropped: keys of instructions whose results are recomputed.
         on_host: keys of instructions whose results are saved as copies on the host.
@@ -38,11 +38,11 @@ def traced(frame, known, dropped=frozenset(), on_host=frozenset(), algorithm=Non
         ValueError: an operator has a distributed algorithm, and `algorithm` is None.
     """
     given = {}
-    for value in tree_leaves(frame.graph.arguments):
-        layout = frame.layouts[value.id]
+    for value in tree_leaves(plan.graph.arguments):
+        layout = plan.layouts[value.id]
         given[value.id, layout] = _outside(value, layout.local_shape(value.shape), arguments_need)
     trace = ForwardTrace(frozenset(dropped))
-    _TraceBuilder(trace, algorithm, known, frozenset(on_host)).frame(frame, given, ())
+    _TraceBuilder(trace, algorithm, known, frozenset(on_host)).plan(plan, given, ())
     return trace
 
 
@@ -72,35 +72,35 @@ class _TraceBuilder:
         self.numbers = count(len(trace.given))
         self.dropped_below, self.on_host_below = _below(trace.dropped), _below(on_host)
 
-    def frame(self, frame, given, key):
+    def plan(self, plan, given, key):
         """Trace a `CellPlan`: record its runs and results."""
         held = {}
-        for use in (*frame.graph.parameters, *frame.graph.constants):
-            value, layout = use.value, frame.layouts[use.value.id]
+        for use in (*plan.graph.parameters, *plan.graph.constants):
+            value, layout = use.value, plan.layouts[use.value.id]
             needs = getattr(use, "trainable", False) and "float" in value.dtype
             held[value.id, layout] = _outside(value, layout.local_shape(value.shape), needs)
-        often = Counter(id(call.frame) for call in frame.calls)
+        often = Counter(id(call.plan) for call in plan.calls)
 
         def instruction(index, entry, taken):
-            at, inner = (*key, index), entry.frame
+            at, inner = (*key, index), entry.plan
             if isinstance(entry, Redistribution):
                 return [self.steps(at, *taken, entry.steps)]
             if inner is None:
                 return self.entry(entry, taken, at)
-            (self.frame if often[id(inner)] == 1 else self.shared_call)(inner, taken, at)
+            (self.plan if often[id(inner)] == 1 else self.shared_call)(inner, taken, at)
             return self.trace.results[at]
 
-        self.trace.results[key] = follow(frame, held | given, instruction)
+        self.trace.results[key] = follow(plan, held | given, instruction)
 
-    def shared_call(self, frame, given, key):
+    def shared_call(self, plan, given, key):
         """Trace a `CellPlan` that several calls share, or take its known trace."""
         dropped, on_host = (frozenset(below.get(key, ())) for below in (self.dropped_below, self.on_host_below))
-        call = id(frame), dropped, on_host, tuple((place, tensor.traits) for place, tensor in given.items())
+        call = id(plan), dropped, on_host, tuple((place, tensor.traits) for place, tensor in given.items())
         if call not in self.known:
             inner = {place: placeholder(tensor, number) for number, (place, tensor) in enumerate(given.items())}
             trace = ForwardTrace(dropped, tuple(inner.values()))
-            _TraceBuilder(trace, self.algorithm, self.known, on_host).frame(frame, inner, ())
-            self.known[call] = trace, frame
+            _TraceBuilder(trace, self.algorithm, self.known, on_host).plan(plan, inner, ())
+            self.known[call] = trace, plan
         shared = SharedCall(key, self.known[call][0], given.values())
         self.trace.runs.append(shared)
         self.trace.results[key] = self.trace.results_of(key)

@@ -7,9 +7,11 @@ from dataclasses import replace
 
 from mindspore import nn
 
+from mindformers_core.algorithms.distributed_operators import run_locally
+from mindformers_core.algorithms.redistribute import meta_of
+from mindformers_core.algorithms.shard_context import shard_context
 from mindformers_core.capture.capture import capture
-from mindformers_core.dtensor.distributed_operators import run_locally, shard_context
-from mindformers_core.dtensor.move import dtype_name, meta_of
+from mindformers_core.dtypes import dtype_name
 from mindformers_core.operators import tensor_meta
 from mindformers_core.program.structure import tree_leaves, tree_map
 from mindformers_core.propagation.operators import call_shapes

@@ -7,9 +7,9 @@ from mindspore import Parameter, Tensor, dtype as mstype, ops
 from mindspore._c_expression import typing
 
 from mindformers_core.capture.traced import Traced
-from mindformers_core.dtensor.aliases import is_view, written_at
-from mindformers_core.dtensor.in_place import is_in_place
-from mindformers_core.dtensor.move import dtype_name
+from mindformers_core.dtypes import dtype_name
+from mindformers_core.lowering.aliases import is_view, written_at
+from mindformers_core.lowering.in_place import is_in_place
 from mindformers_core.operators.signature import is_float
 from mindformers_core.program.graph import CellGraph, Constant, FreeVariable, KeptAttribute, ParameterUse
 from mindformers_core.program.structure import DType, Value, call_signature, tree_leaves, tree_map

@@ -11,7 +11,7 @@ from mindspore import DeviceCtx, Tensor, dtype as mstype, get_context
 from mindspore.ops import tensor_method
 from mindspore.ops.function import array_func, math_func
 
-from mindformers_core.dtensor.move import meta_of
+from mindformers_core.algorithms.redistribute import meta_of
 from mindformers_core.operators import signature_of
 from mindformers_core.operators.rules.indexing import BY_VALUES
 from mindformers_core.program.structure import tree_map

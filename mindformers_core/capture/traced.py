@@ -11,8 +11,8 @@ import numpy as np
 from mindspore import Parameter, Tensor
 from mindspore.ops import Primitive
 
-from mindformers_core.dtensor.aliases import note_write, unwritable
-from mindformers_core.dtensor.indexing import IndexedTensor, of_whole
+from mindformers_core.lowering.aliases import note_write, unwritable
+from mindformers_core.lowering.indexing import IndexedTensor, of_whole
 
 _MINDSPORE = str(Path(mindspore.__file__).parent), str(Path(np.__file__).parent)
 _ENGINE = str(Path(__file__).parent.parent)

@@ -14,7 +14,7 @@ from mindformers_core.checkpoint.parts import Part, tensors_of
 from mindformers_core.checkpoint.regions import whole
 from mindformers_core.checkpoint.save import save
 from mindformers_core.communication.tensor_bytes import numpy_dtype
-from mindformers_core.dtensor.move import dtype_name
+from mindformers_core.dtypes import dtype_name
 
 _TEXTS, _MOMENTS = "mindformers_core/", "optimizer/"  # starts of the names of our documents, and of moments
 

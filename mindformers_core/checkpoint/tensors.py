@@ -8,7 +8,7 @@ from mindformers_core.checkpoint.parts import Part, Ranks
 from mindformers_core.checkpoint.regions import local_box, shape_of, whole
 from mindformers_core.communication.messages import gather_values
 from mindformers_core.communication.tensor_bytes import numpy_dtype
-from mindformers_core.dtensor.move import dtype_name
+from mindformers_core.dtypes import dtype_name
 
 
 def ranks_of(mesh, rank):

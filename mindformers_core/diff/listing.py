@@ -31,9 +31,9 @@ class Listing:
                 label = f"input {name}.{place}" + f" before {first}" * is_float(value.dtype)
                 self._enter(program.graph, value, label, "", "input")
         self._visit(program.graph)
-        for _, frame, graph in program.calls():
-            for number, use in enumerate(frame.graph.parameters):
-                self._parameter(graph, use.value, parameter_path(frame, graph, number))
+        for _, plan, graph in program.calls():
+            for number, use in enumerate(plan.graph.parameters):
+                self._parameter(graph, use.value, parameter_path(plan, graph, number))
 
     def _enter(self, graph, value, name, cell, operator, source=None, inputs=()):
         self.names[graph.call, value.id] = name

@@ -14,7 +14,7 @@ from mindformers_core.diff.digests import COLUMNS, digest, sign
 from mindformers_core.diff.listing import Listing, facts_of
 from mindformers_core.diff.runs import NO_PASS, layout_text, row_files, write_rows, write_table
 from mindformers_core.diff.tolerance import EPS
-from mindformers_core.dtensor.move import dtype_name
+from mindformers_core.dtypes import dtype_name
 from mindformers_core.program.graph import ParameterUse
 from mindformers_core.program.observer import Observer
 from mindformers_core.program.plan import Redistribution

@@ -10,17 +10,19 @@ from functools import cache
 
 from mindspore import Parameter, Tensor
 
+from mindformers_core.algorithms.distributed_operators import run_locally
+from mindformers_core.algorithms.dropout import WITHOUT_SEEDS
+from mindformers_core.algorithms.redistribute import model_of_device, redistribute_local
+from mindformers_core.algorithms.shard_context import shard_context
 from mindformers_core.communication.world import process_state
-from mindformers_core.dtensor.aliases import check_current, is_view, share_memory, stale_plain
-from mindformers_core.dtensor.compositions import composed
-from mindformers_core.dtensor.corrected import OWN_FUNCTIONS
-from mindformers_core.dtensor.distributed_operators import run_locally, shard_context
-from mindformers_core.dtensor.dropout import WITHOUT_SEEDS
 from mindformers_core.dtensor.dtensor import DTensor, adopted, parameter_view, wrap
-from mindformers_core.dtensor.in_place import is_in_place
-from mindformers_core.dtensor.move import dtype_name, model_of_device, redistribute_local
-from mindformers_core.dtensor.operator_source import operator_function
+from mindformers_core.dtypes import dtype_name
 from mindformers_core.layout import Layout
+from mindformers_core.lowering.aliases import check_current, is_view, share_memory, stale_plain
+from mindformers_core.lowering.compositions import composed
+from mindformers_core.lowering.corrected import OWN_FUNCTIONS
+from mindformers_core.lowering.in_place import is_in_place
+from mindformers_core.lowering.operator_source import operator_function
 from mindformers_core.operators import OperatorCall, TensorMeta, resolve, signature_of, tensor_meta
 from mindformers_core.operators.registry import facts_of, rule_attributes
 from mindformers_core.operators.rewrites import REPAIRS

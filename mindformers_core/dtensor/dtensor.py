@@ -12,11 +12,12 @@ from operator import attrgetter
 from mindspore import Parameter, Tensor, ops
 from mindspore.graph.api import _pynative_executor
 
+from mindformers_core.algorithms.redistribute import redistribute_local
 from mindformers_core.communication import world
-from mindformers_core.dtensor.aliases import check_memory, note_adopted, note_write, unwritable
-from mindformers_core.dtensor.indexing import IndexedTensor, of_whole
-from mindformers_core.dtensor.move import dtype_name, redistribute_local
+from mindformers_core.dtypes import dtype_name
 from mindformers_core.layout import Layout, bind_layout
+from mindformers_core.lowering.aliases import check_memory, note_adopted, note_write, unwritable
+from mindformers_core.lowering.indexing import IndexedTensor, of_whole
 from mindformers_core.operators import tensor_meta
 
 

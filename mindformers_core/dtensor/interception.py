@@ -10,13 +10,13 @@ from mindspore import Parameter, Tensor, ops
 from mindspore.graph.api import _JitExecutor, _PyNativeExecutor
 from mindspore.ops.function import nn_func
 
+from mindformers_core.algorithms.draws import draw_whole
+from mindformers_core.algorithms.dropout import WITHOUT_SEEDS
 from mindformers_core.communication.world import process_state
-from mindformers_core.dtensor.compositions import composed
 from mindformers_core.dtensor.dispatch import attributes_of, dispatch
-from mindformers_core.dtensor.draws import draw_whole
-from mindformers_core.dtensor.dropout import WITHOUT_SEEDS
 from mindformers_core.dtensor.dtensor import DTensor, adopted
-from mindformers_core.dtensor.in_place import DRAWS_IN_PLACE
+from mindformers_core.lowering.compositions import composed
+from mindformers_core.lowering.in_place import DRAWS_IN_PLACE
 from mindformers_core.operators.registry import facts_of, registered_operators
 from mindformers_core.program.structure import tree_leaves
 from mindformers_core.scopes import entered

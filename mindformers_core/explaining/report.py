@@ -144,11 +144,11 @@ class Report:
         )
 
 
-def make_report(frame, algorithm=None, activations=None, micro_steps=1, stored_traffic=None):
+def make_report(plan, algorithm=None, activations=None, micro_steps=1, stored_traffic=None):
     """The `Report` of a plan.
 
     Args:
-        frame: the `CellPlan` of the root.
+        plan: the `CellPlan` of the root.
         algorithm: as of `through_algorithm`.
         activations: the `ExplainedActivations` of the plan. Default: all are held.
         micro_steps, stored_traffic: see `Report`. Default: one, and nothing.
@@ -158,40 +158,40 @@ def make_report(frame, algorithm=None, activations=None, micro_steps=1, stored_t
     """
     activations = ExplainedActivations() if activations is None else activations
     algorithm = algorithm and cache(algorithm)
-    root = _cell_report(frame, algorithm, activations.notes, {})
-    calls = sum(1 for _ in frame.walk())
-    peaks, undropped = activation_peaks(frame, algorithm, activations), None
+    root = _cell_report(plan, algorithm, activations.notes, {})
+    calls = sum(1 for _ in plan.walk())
+    peaks, undropped = activation_peaks(plan, algorithm, activations), None
     if activations.dropped or activations.on_host:
         held = ExplainedActivations(arguments_need=activations.arguments_need)
-        undropped, _ = activation_peaks(frame, algorithm, held)
+        undropped, _ = activation_peaks(plan, algorithm, held)
     note, kinds = activations.notes.get(()), {note.kind for note in activations.notes.values()}
     how = *peaks, undropped, calls, note, kinds, micro_steps, stored_traffic or {}
-    decision = frame.device_model, frame.price, *frame.kept
-    return Report(frame.mesh, frame.graph.training, root, decision, *how)
+    decision = plan.device_model, plan.price, *plan.kept
+    return Report(plan.mesh, plan.graph.training, root, decision, *how)
 
 
-def _cell_report(frame, algorithm, notes, known):
-    """The `CellReport` of a frame, made once for equal notes; `known` are those that exist, by identity and notes."""
-    memo = id(frame), frozenset(notes.items())
+def _cell_report(plan, algorithm, notes, known):
+    """The `CellReport` of a plan, made once for equal notes; `known` are those that exist, by identity and notes."""
+    memo = id(plan), frozenset(notes.items())
     if memo in known:
         return known[memo]
-    graph, names, inner = frame.graph, _names(frame.graph), by_call(notes.items())
+    graph, names, inner = plan.graph, _names(plan.graph), by_call(notes.items())
     rows = [
-        _row(entry, frame, names, algorithm, inner.get(index, {}), known)
-        for index, entry in enumerate(frame.instructions)
+        _row(entry, plan, names, algorithm, inner.get(index, {}), known)
+        for index, entry in enumerate(plan.instructions)
     ]
 
     def entries(values):
-        return tuple(_tensor(value, frame.layouts[value.id], names) for value in values)
+        return tuple(_tensor(value, plan.layouts[value.id], names) for value in values)
 
     known[memo] = report = CellReport(
         path=graph.path,
         class_name=graph.class_name.rpartition(".")[2],
         arguments=entries(dict.fromkeys(tree_leaves(graph.arguments))),
         parameters=entries(use.value for use in graph.parameters),
-        lifted=tuple(_tensor(value, layout, names) for value, layout in frame.lifted),
+        lifted=tuple(_tensor(value, layout, names) for value, layout in plan.lifted),
         rows=tuple(rows),
-        results=tuple(_tensor(value, layout, names) for value, layout in frame.returned),
+        results=tuple(_tensor(value, layout, names) for value, layout in plan.returned),
         traffic=total(rows),
     )
     return report
@@ -215,7 +215,7 @@ def _tensor(value, layout, names):
     return TensorEntry(name, value.dtype, value.shape, layout.local_shape(value.shape), layout)
 
 
-def _row(entry, frame, names, algorithm, notes, known):
+def _row(entry, plan, names, algorithm, notes, known):
     """The row of an instruction; `notes` are those of the instruction itself, under `()`, and of the called Cell."""
     inputs, results = (
         tuple(_tensor(value, layout, names) for value, layout in pairs) for pairs in (entry.consumed, entry.produced)
@@ -223,10 +223,10 @@ def _row(entry, frame, names, algorithm, notes, known):
     note, report, sent = notes.get(()), None, ()
     if isinstance(entry, Redistribution):
         sent = ((step, entry.gradient) for step in entry.steps)
-    elif entry.frame is not None:
-        report = _cell_report(entry.frame, algorithm, notes, known)
+    elif entry.plan is not None:
+        report = _cell_report(entry.plan, algorithm, notes, known)
     elif isinstance(entry, OperatorPlan) and entry.algorithm is not None:
-        flows = any(value.id in frame.gradients for value, _ in entry.produced)
+        flows = any(value.id in plan.gradients for value, _ in entry.produced)
         sent = ((step, gradient and flows) for step, gradient in algorithm_steps(entry, algorithm))
     steps = tuple(StepEntry(step, gradient, note is not None and note.sends) for step, gradient in sent)
     return Row(entry, inputs, results, steps, note, report)

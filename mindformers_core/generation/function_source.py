@@ -6,15 +6,16 @@ from inspect import Parameter
 from itertools import repeat
 
 from mindformers_core.capture.algorithm_graph import algorithm_graph, redistribution_steps
-from mindformers_core.dtensor.operator_source import NamedTensor, literal
 from mindformers_core.dtypes import wire_dtype
-from mindformers_core.operators import TensorMeta, facts_of
+from mindformers_core.lowering.operator_source import NamedTensor, literal
+from mindformers_core.operators import facts_of
 from mindformers_core.program.deferral import NOTHING_DEFERRED, PRODUCTS
 from mindformers_core.program.naming import Names, assigned_names
 from mindformers_core.program.observer import Observed
 from mindformers_core.program.passed_weights import WEIGHTS, passed_parameter, passed_to_call
 from mindformers_core.program.plan import CallPlan, Redistribution
 from mindformers_core.program.structure import DType, Value, call_signature, structure_text, tree_fill, tree_leaves
+from mindformers_core.propagation.operators import TENSORS
 
 _AFTER = {  # step kind -> the hint for the name of the tensor after it
     "slice": "slice",
@@ -35,7 +36,7 @@ class FunctionSource:
     """The function of a `CellPlan` while it is written.
 
     Args:
-        frame: the plan.
+        plan: the plan.
         parts: the `ModuleSource` that collects what the function needs at the top of its module.
 
     Attributes:
@@ -44,36 +45,36 @@ class FunctionSource:
         sites: lines of redistributions, as `(line from that of def, index of the instruction in the plan)`.
     """
 
-    def __init__(self, frame, parts):
-        self.frame, self.parts = frame, parts
+    def __init__(self, plan, parts):
+        self.plan, self.parts = plan, parts
         self.names = Names(parts.reserved)
         self.variables, self.detached = {}, {}
         self.body, self.sites, self.place = [], [], 0
-        self.assigned = assigned_names(frame.graph)
-        self.deferral = parts.deferrals.get(frame, NOTHING_DEFERRED)
-        self.places = {id(node): place for place, node in enumerate(frame.graph.nodes)}
+        self.assigned = assigned_names(plan.graph)
+        self.deferral = parts.deferrals.get(plan, NOTHING_DEFERRED)
+        self.places = {id(node): place for place, node in enumerate(plan.graph.nodes)}
         self.keeper = None  # of the instruction that is written now
 
     def lines(self, name):
         """The lines of `def name(self, …)`."""
-        is_root, added = self.frame is self.parts.frames[-1], [WEIGHTS] * self.frame.takes_weights
+        is_root, added = self.plan is self.parts.plans[-1], [WEIGHTS] * self.plan.takes_weights
         if self.deferral.places and is_root:
             self.body.append(f"{PRODUCTS} = self.{PRODUCTS}_of_{name}")
         elif self.deferral.places:
             added = [PRODUCTS, *added]
         parameters = self._parameters()
-        for use in self.frame.graph.parameters:
+        for use in self.plan.graph.parameters:
             self._enter_parameter(use)
-        lifted = self.parts.lifted_names(self.frame)
-        self.variables.update(zip(((value.id, layout) for value, layout in self.frame.lifted), lifted))
-        for constant in self.frame.graph.constants:
-            self._unpack(constant.value, self.parts.constant(self.frame, constant), self.frame.layouts)
-        for use in self.frame.graph.parameters:
-            self._observe(use, [(use.value, self.frame.layouts[use.value.id])])
+        lifted = self.parts.lifted_names(self.plan)
+        self.variables.update(zip(((value.id, layout) for value, layout in self.plan.lifted), lifted))
+        for constant in self.plan.graph.constants:
+            self._unpack(constant.value, self.parts.constant(self.plan, constant), self.plan.layouts)
+        for use in self.plan.graph.parameters:
+            self._observe(use, [(use.value, self.plan.layouts[use.value.id])])
         if is_root:
-            self._observe(None, [(v, self.frame.layouts[v.id]) for v in tree_leaves(self.frame.graph.arguments)])
-        for place, instruction in enumerate(self.frame.instructions):
-            self.place, self.keeper = place, self.frame.keepers.get(instruction)
+            self._observe(None, [(v, self.plan.layouts[v.id]) for v in tree_leaves(self.plan.graph.arguments)])
+        for place, instruction in enumerate(self.plan.instructions):
+            self.place, self.keeper = place, self.plan.keepers.get(instruction)
             if isinstance(instruction, Redistribution):
                 self._move(instruction)
             elif isinstance(instruction, CallPlan):
@@ -81,13 +82,13 @@ class FunctionSource:
             else:
                 self._operator(instruction)
             self._observe(instruction, () if isinstance(instruction, CallPlan) else instruction.produced)
-        for kept in self.frame.graph.kept:
-            layouts = [self.frame.layouts[value.id] for value in tree_leaves(kept.value)]
+        for kept in self.plan.graph.kept:
+            layouts = [self.plan.layouts[value.id] for value in tree_leaves(kept.value)]
             self.body.append(
                 f"keep_attribute(self, {len(self.parts.kept)}, {self._structure(kept.value, iter(layouts))})"
             )
-            self.parts.kept.append((self.frame, kept))
-        self.body.append(f"return {self._structure(self.frame.graph.result, iter(self.frame.results))}")
+            self.parts.kept.append((self.plan, kept))
+        self.body.append(f"return {self._structure(self.plan.graph.result, iter(self.plan.results))}")
         described = self._described()
         self.sites = [(1 + len(described) + line, place) for line, place in self.sites]
         rest = [parameter for parameter in parameters if parameter.startswith("**")]
@@ -98,12 +99,12 @@ class FunctionSource:
     def _described(self):
         """Comments with the layouts of arguments and results."""
         arguments = [
-            f"{name}: {', '.join(self._shown(value, self.frame.layouts[value.id]) for value in tree_leaves(structure))}"
-            for name, structure in self.frame.graph.arguments.items()
+            f"{name}: {', '.join(self._shown(value, self.plan.layouts[value.id]) for value in tree_leaves(structure))}"
+            for name, structure in self.plan.graph.arguments.items()
             if tree_leaves(structure)
         ]
-        arguments += [f"{value.hint}: {self._shown(value, layout)}" for value, layout in self.frame.lifted]
-        results = (self._shown(value, layout) for value, layout in self.frame.returned)
+        arguments += [f"{value.hint}: {self._shown(value, layout)}" for value, layout in self.plan.lifted]
+        results = (self._shown(value, layout) for value, layout in self.plan.returned)
         return [*(f"    # {line}" for line in arguments), f"    # returns {', '.join(results) or 'nothing'}"]
 
     @staticmethod
@@ -113,12 +114,12 @@ class FunctionSource:
     def _parameters(self):
         """The function's parameters, as `construct` has them, and the variables of the tensors in them."""
         written, star = [], {Parameter.VAR_POSITIONAL: "*", Parameter.VAR_KEYWORD: "**"}
-        kinds = call_signature(self.parts.cells[self.frame.graph.path].construct).parameters
-        for name, structure in self.frame.graph.arguments.items():
+        kinds = call_signature(self.parts.cells[self.plan.graph.path].construct).parameters
+        for name, structure in self.plan.graph.arguments.items():
             variable = self.names.keep(name)
             self.parts.variables.add(variable)
             written.append(star.get(kinds[name].kind, "") + variable)
-            self._unpack(structure, variable, self.frame.layouts)
+            self._unpack(structure, variable, self.plan.layouts)
         return written
 
     def _unpack(self, structure, expression, layouts):
@@ -136,11 +137,11 @@ class FunctionSource:
 
     def _enter_parameter(self, use):
         """A parameter; detached where its whole gradient is deferred."""
-        takes = self.frame.takes_weights
-        expression = passed_parameter(self.frame, use) if takes else self.parts.parameter(self.frame, use)
-        if (use.value.id, self.frame.layouts[use.value.id]) in self.deferral.waiting:
+        takes = self.plan.takes_weights
+        expression = passed_parameter(self.plan, use) if takes else self.parts.parameter(self.plan, use)
+        if (use.value.id, self.plan.layouts[use.value.id]) in self.deferral.waiting:
             expression = self._assign(use.value.hint, self.parts.stop_gradient(expression))
-        self._unpack(use.value, expression, self.frame.layouts)
+        self._unpack(use.value, expression, self.plan.layouts)
 
     def _taken(self, value, layout, is_deferred=True):
         """The variable that an operator takes; for a deferred one detached if other operators take the gradient."""
@@ -176,7 +177,7 @@ class FunctionSource:
             variable = self.variables[value.id, layout]
             number = len(self.parts.observed)
             self.body.append(f"observed(self, {number}, {variable})")
-            self.parts.observed.append(Observed(number, self.frame, entry, value, layout, variable))
+            self.parts.observed.append(Observed(number, self.plan, entry, value, layout, variable))
 
     def _kept(self, expression, communicates=False):
         """An expression, called through the keeper of its instruction where that has one for it."""
@@ -238,17 +239,17 @@ class FunctionSource:
         layouts = iter(call.inputs)
         args = [self._structure(argument, layouts) for argument in node.args]
         args += [f"{name}={self._structure(argument, layouts)}" for name, argument in node.kwargs.items()]
-        if call.frame is not None:
-            waiting = self.parts.deferrals.get(call.frame, NOTHING_DEFERRED).waiting
-            names = self.parts.lifted_names(call.frame)
-            for name, passed, (inner, layout) in zip(names, call.lifted, call.frame.lifted):
+        if call.plan is not None:
+            waiting = self.parts.deferrals.get(call.plan, NOTHING_DEFERRED).waiting
+            names = self.parts.lifted_names(call.plan)
+            for name, passed, (inner, layout) in zip(names, call.lifted, call.plan.lifted):
                 args.append(f"{name}={self._taken(*passed, is_deferred=(inner.id, layout) in waiting)}")
             if call in self.deferral.places:
                 args.append(f"{PRODUCTS}={PRODUCTS}[{self.deferral.places[call]}]")
-            if self.frame.takes_weights:
-                args.append(f"{WEIGHTS}={passed_to_call(self.frame, call)}")
-            args.append(f'program="{self.parts.functions[call.frame]}"')
-        expression = f"{self.parts.child(self.frame, call)}({', '.join(args)})"
+            if self.plan.takes_weights:
+                args.append(f"{WEIGHTS}={passed_to_call(self.plan, call)}")
+            args.append(f'program="{self.parts.functions[call.plan]}"')
+        expression = f"{self.parts.child(self.plan, call)}({', '.join(args)})"
         if call.is_part:
             hints = [self.parts.operator_name(value.hint) for value in node.outputs]
         else:
@@ -265,9 +266,9 @@ class FunctionSource:
 
     def _operator(self, plan):
         node, hint = plan.node, self.parts.operator_name(plan.node.operator)
-        if self.frame.takes_weights and facts_of(node.operator).writes:
+        if self.plan.takes_weights and facts_of(node.operator).writes:
             raise ValueError(
-                f"{self.frame.graph.label}, {node.source}: a Parameter is written in a Cell that is compiled alone, "
+                f"{self.plan.graph.label}, {node.source}: a Parameter is written in a Cell that is compiled alone, "
                 "which MindSpore can't do: compile the whole, or run in PyNative"
             )
         if plan in self.deferral.places:
@@ -275,7 +276,7 @@ class FunctionSource:
         operands = self._operands(node, plan.inputs)
         if plan.algorithm is not None:
             return self._algorithm(plan, operands, hint)
-        expression = self.parts.operator_call(node, *tree_fill(plan.local_call, operands, (Value, TensorMeta)))
+        expression = self.parts.operator_call(node, *tree_fill(plan.local_call, operands, TENSORS))
         self._receive(node.outputs, plan.outputs, self._hints(node, hint), expression)
 
     def _operands(self, node, layouts):
@@ -293,7 +294,7 @@ class FunctionSource:
             (value.id, None): operand.name for value, operand in zip(tree_leaves(graph.arguments), operands)
         }  # of local tensors, which have no layouts
         for constant in graph.constants:
-            self.variables[constant.value.id, None] = self.parts.constant(self.frame, constant)
+            self.variables[constant.value.id, None] = self.parts.constant(self.plan, constant)
         self.body.append(f"# {plan.node.operator} over {', '.join(plan.cut_axes) or 'all parts'}: {plan.algorithm}")
         for node in graph.nodes:
             steps = redistribution_steps(plan, node)
@@ -304,7 +305,7 @@ class FunctionSource:
                 self.variables[node.outputs.id, None] = moved
                 continue
             operands = self._operands(node, repeat(None))
-            args, kwargs = tree_fill((node.args, node.kwargs), operands, (Value, TensorMeta))
+            args, kwargs = tree_fill((node.args, node.kwargs), operands, TENSORS)
             # without operands it draws random numbers, and would draw others when it runs again
             self.keeper = keeper if operands else None
             expression = self.parts.operator_call(node, args, kwargs)

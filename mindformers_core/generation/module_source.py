@@ -6,9 +6,9 @@ from keyword import iskeyword
 from mindspore import nn
 
 from mindformers_core.communication.communicator import collective_attributes
-from mindformers_core.dtensor.operator_source import node_source, source_of
 from mindformers_core.generation.function_source import FunctionSource
 from mindformers_core.layout import Layout
+from mindformers_core.lowering.operator_source import node_source, source_of
 from mindformers_core.program.deferral import PRODUCTS, deferrals
 from mindformers_core.program.graph import OperatorNode
 from mindformers_core.program.naming import snake_case
@@ -22,7 +22,7 @@ class ModuleSource:
     """A generated module, not yet written.
 
     Args:
-        frame: the root's `CellPlan`.
+        plan: the root's `CellPlan`.
         cells: path of a Cell -> the class whose `construct` was captured.
         taken: names that its functions must not have.
         header: lines of the module's docstring.
@@ -39,7 +39,7 @@ class ModuleSource:
         borrowed: `CellPlan` -> (attribute, `"parameter"` or `"cell"`, index among the graph's parameters or the
             plan's calls): attributes that a Cell is given since they lie outside of it.
         deferrals: `CellPlan` -> its `Deferral`; empty without `defer_weights`.
-        frames: the distinct `CellPlan`s, callees before their callers.
+        plans: the distinct `CellPlan`s, callees before their callers.
         observed: the `Observed` tensors by number; None without `is_observed`.
         kept: `(CellPlan, KeptAttribute)` by number; `keep_attribute(cell, number, tensors)`, which functions call,
             comes from the owner of the module.
@@ -49,19 +49,19 @@ class ModuleSource:
         variables: names of variables of the functions, which nothing in the module may have.
     """
 
-    def __init__(self, frame, cells, taken, header, defer_weights=False, separate_collectives=False, is_observed=False):
+    def __init__(self, plan, cells, taken, header, defer_weights=False, separate_collectives=False, is_observed=False):
         self.observed, self.kept = [] if is_observed else None, []
-        self.cells, self.mesh = cells, frame.mesh
+        self.cells, self.mesh = cells, plan.mesh
         self.imports, self.variables = set(), set()
-        self.frames = _distinct(frame)
-        self.deferrals = deferrals(self.frames) if defer_weights else {}
+        self.plans = _distinct(plan)
+        self.deferrals = deferrals(self.plans) if defer_weights else {}
         self.constants, self.borrowed = {}, {}
         self._collectives, self._instances, self._separate = {}, {}, separate_collectives
-        names, wanted = set(taken), [f"parallel_{snake_case(self._class_name(each))}" for each in self.frames]
-        self.functions = {each: _unique(name, names) for each, name in zip(self.frames, wanted)}
-        passed = [WEIGHTS] if any(each.takes_weights for each in self.frames) else []
+        names, wanted = set(taken), [f"parallel_{snake_case(self._class_name(each))}" for each in self.plans]
+        self.functions = {each: _unique(name, names) for each, name in zip(self.plans, wanted)}
+        passed = [WEIGHTS] if any(each.takes_weights for each in self.plans) else []
         passed += [PRODUCTS] if defer_weights else []
-        self.reserved = {*_RESERVED, *passed, *self.functions.values(), *_imported_functions(self.frames)}
+        self.reserved = {*_RESERVED, *passed, *self.functions.values(), *_imported_functions(self.plans)}
         sources = {name: FunctionSource(each, self) for each, name in self.functions.items()}
         functions = {name: source.lines(name) for name, source in sources.items()}
         self._check_arguments()
@@ -74,8 +74,8 @@ class ModuleSource:
         self.text = "\n".join(parts) + "\n"
 
     @staticmethod
-    def _class_name(frame):
-        return frame.graph.class_name.rpartition(".")[2]
+    def _class_name(plan):
+        return plan.graph.class_name.rpartition(".")[2]
 
     def _head(self, header):
         """The lines above the functions."""
@@ -98,19 +98,19 @@ class ModuleSource:
     def _check_arguments(self):
         """Raise an error where an argument of a Cell has a name that its module needs."""
         needed = {line.rpartition(" ")[2] for line in self.imports} | self.reserved
-        for frame in self.frames:
-            for name in frame.graph.arguments:
+        for plan in self.plans:
+            for name in plan.graph.arguments:
                 if name in needed:
                     raise ValueError(
-                        f"Cell '{frame.graph.path}' ({self._class_name(frame)}): an argument of construct is called "
+                        f"Cell '{plan.graph.path}' ({self._class_name(plan)}): an argument of construct is called "
                         f"'{name}', a name that generated modules need for something else: give it another one"
                     )
 
-    def parameter(self, frame, use):
+    def parameter(self, plan, use):
         """The expression for a parameter."""
         if use.local is not None:
-            return self._path_expression(frame, use.local)
-        return self._borrow(frame, "parameter", frame.graph.parameters.index(use))
+            return self._path_expression(plan, use.local)
+        return self._borrow(plan, "parameter", plan.graph.parameters.index(use))
 
     def stop_gradient(self, expression):
         """The expression for the same tensor without its gradient."""
@@ -122,17 +122,17 @@ class ModuleSource:
         self.imports.add(keeper.imports)
         return self._instance(keeper.name, keeper.constructor)
 
-    def child(self, frame, call):
+    def child(self, plan, call):
         """The expression for the Cell that is called; for a part of a Cell that is the Cell itself."""
         if call.is_part:
             return "self"
         if call.node.child is not None:
-            return self._path_expression(frame, call.node.child)
-        return self._borrow(frame, "cell", frame.calls.index(call))
+            return self._path_expression(plan, call.node.child)
+        return self._borrow(plan, "cell", plan.calls.index(call))
 
-    def _borrow(self, frame, kind, index):
-        entries = self.borrowed.setdefault(frame, [])
-        entry = f"{kind}_{index}_of_{self.functions[frame]}", kind, index
+    def _borrow(self, plan, kind, index):
+        entries = self.borrowed.setdefault(plan, [])
+        entry = f"{kind}_{index}_of_{self.functions[plan]}", kind, index
         if entry not in entries:
             entries.append(entry)
         return f"self.{entry[0]}"
@@ -149,13 +149,13 @@ class ModuleSource:
         return snake_case(operator).removesuffix("_ext").removesuffix("_ext_view").removesuffix("_view")
 
     @staticmethod
-    def lifted_names(frame):
+    def lifted_names(plan):
         """The keyword arguments that carry a plan's `lifted` tensors."""
-        return [f"passed_{value.hint}_{place}" for place, (value, _) in enumerate(frame.lifted)]
+        return [f"passed_{value.hint}_{place}" for place, (value, _) in enumerate(plan.lifted)]
 
-    def _path_expression(self, frame, path):
+    def _path_expression(self, plan, path):
         """`layers.0.weight` as `self.layers[0].weight`, as seen from the Cell of a plan."""
-        where, expression = frame.graph.path, "self"
+        where, expression = plan.graph.path, "self"
         for part in path.split("."):
             if issubclass(self.cells.get(where, object), nn.CellDict):
                 expression += f"[{part!r}]"
@@ -168,10 +168,10 @@ class ModuleSource:
             where = f"{where}.{part}" if where else part
         return expression
 
-    def constant(self, frame, constant):
+    def constant(self, plan, constant):
         """The expression for a constant: a Cell's attribute is read where it is, everything else lies in the module."""
         if constant.local is not None and constant.path.rpartition(".")[0] in self.cells:
-            return self._path_expression(frame, constant.local)
+            return self._path_expression(plan, constant.local)
         for name, known in self.constants.items():
             same = known.digest == constant.digest and known.value.shape == constant.value.shape
             if same and known.value.dtype == constant.value.dtype:
@@ -236,10 +236,10 @@ def _text(value):
     return text.replace("'", '"')
 
 
-def _distinct(frame):
+def _distinct(plan):
     """The distinct plans below and including this one, callees first."""
-    below = [inner for call in frame.calls if call.frame is not None for inner in _distinct(call.frame)]
-    return list(dict.fromkeys([*below, frame]))
+    below = [inner for call in plan.calls if call.plan is not None for inner in _distinct(call.plan)]
+    return list(dict.fromkeys([*below, plan]))
 
 
 def _unique(name, taken):
@@ -250,8 +250,8 @@ def _unique(name, taken):
     return free
 
 
-def _imported_functions(frames):
-    """The names of users' functions that the operators of frames call."""
-    nodes = [node for frame in frames for node in frame.graph.nodes if isinstance(node, OperatorNode)]
+def _imported_functions(plans):
+    """The names of users' functions that the operators of plans call."""
+    nodes = [node for plan in plans for node in plan.graph.nodes if isinstance(node, OperatorNode)]
     sources = {source_of(node.operator) for node in nodes}
     return {source.rpartition(".")[2] for source in sources if "(" not in source and source.find(".") > 0}

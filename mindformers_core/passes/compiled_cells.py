@@ -55,38 +55,38 @@ class CompiledCells:
         key = self._tree.running, path, function
         if key not in self._calls:
             self._calls = {known: call for known, call in self._calls.items() if known[0] in self._tree.programs}
-            frame, weights = self._tree.running_call(path, function)
-            self._calls[key] = None if frame.compiled is None else partial(self._call, path, frame, tuple(weights))
+            plan, weights = self._tree.running_call(path, function)
+            self._calls[key] = None if plan.compiled is None else partial(self._call, path, plan, tuple(weights))
         return self._calls[key]
 
-    def _call(self, path, frame, weights, *args, program, **kwargs):
+    def _call(self, path, plan, weights, *args, program, **kwargs):
         products = kwargs.pop(PRODUCTS, None)
         arguments = args, {**kwargs, WEIGHTS: weights}
-        graph, tensors = self._compiled(path, frame, program, products, arguments), tree_leaves(arguments, Tensor)
-        if frame.compiled == "again" and _pynative_executor.grad_flag():
+        graph, tensors = self._compiled(path, plan, program, products, arguments), tree_leaves(arguments, Tensor)
+        if plan.compiled == "again" and _pynative_executor.grad_flag():
             collectors = [each for product in tree_leaves(products, DeferredProduct) for each in product.collectors]
             outputs = self._tree.activations.checkpoint_call(graph, collectors, tensors)
         else:
             outputs = graph(*map(_no_parameter, tensors))
-        return tree_fill(frame.graph.result, outputs)
+        return tree_fill(plan.graph.result, outputs)
 
-    def _compiled(self, path, frame, program, products, arguments):
+    def _compiled(self, path, plan, program, products, arguments):
         """The compiled function for calls of a `CellPlan`'s function; Cells with the same function and plan share it.
 
         Args:
             path: of the Cell that is called.
-            frame: the plan.
+            plan: the plan.
             program: name of the function; a constant of the graph.
             products: the `DeferredProduct`s of split weight gradients, or None; constants of the graph.
             arguments: `(args, kwargs)` of the call.
         """
-        key = program, path if _has_own_gradients(frame) else "", treedef(arguments), id(products)
+        key = program, path if _has_own_gradients(plan) else "", treedef(arguments), id(products)
         if key not in self._graphs:
             cell, constants = self._tree.cells[path], {"program": program}
             if products is not None:
                 constants[PRODUCTS] = products
             forbid_reuse(cell)
-            build, flatten = unflatten_fn(arguments), flatten_fn(frame.graph.result)
+            build, flatten = unflatten_fn(arguments), flatten_fn(plan.graph.result)
 
             def run(*tensors):
                 args, kwargs = build(tensors)
@@ -98,9 +98,9 @@ class CompiledCells:
         return self._graphs[key][0]
 
 
-def _has_own_gradients(frame):
+def _has_own_gradients(plan):
     """Whether a plan calls Cells with a `bprop`: what that reads of a Cell is compiled in, and is in no plan."""
-    return any(call.frame is None or _has_own_gradients(call.frame) for call in frame.calls)
+    return any(call.plan is None or _has_own_gradients(call.plan) for call in plan.calls)
 
 
 def _no_parameter(tensor):

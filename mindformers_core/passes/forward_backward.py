@@ -9,7 +9,7 @@ from typing import NamedTuple
 from mindspore import nn, ops
 
 from mindformers_core.communication.world import process_state
-from mindformers_core.dtensor.move import dtype_name
+from mindformers_core.dtypes import dtype_name
 from mindformers_core.operators.signature import is_float
 from mindformers_core.passes.thread_tape import ThreadTape
 from mindformers_core.sharding.recordings import forget_recordings

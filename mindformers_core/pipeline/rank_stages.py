@@ -6,8 +6,8 @@ from hashlib import blake2b
 
 from mindspore import ops
 
-from mindformers_core.dtensor.dropout import draws_of, next_draw, set_next_draw
-from mindformers_core.dtensor.move import dtype_name
+from mindformers_core.algorithms.dropout import draws_of, next_draw, set_next_draw
+from mindformers_core.dtypes import dtype_name
 from mindformers_core.layout import LayoutSpec, bind_layout
 from mindformers_core.passes.stage_function import own_class
 from mindformers_core.pipeline.agreement import check_argument_names, check_stage_numbers, tied_parameters

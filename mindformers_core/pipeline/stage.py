@@ -5,9 +5,9 @@ from contextlib import nullcontext
 import mindspore as ms
 from mindspore import nn, ops
 
+from mindformers_core.algorithms.dropout import block_of
 from mindformers_core.communication import channel, world
-from mindformers_core.dtensor.dropout import block_of
-from mindformers_core.dtensor.move import dtype_name
+from mindformers_core.dtypes import dtype_name
 from mindformers_core.passes.forward_backward import ForwardBackward, is_differentiable
 from mindformers_core.passes.stage_function import StageFunction, own_class
 from mindformers_core.pipeline.agreement import check_boundary

@@ -74,17 +74,17 @@ class ActivationPolicy:
     layers = {}
     recomputed_cells = ()
 
-    def annotate(self, path, frame, compiled):
+    def annotate(self, path, plan, compiled):
         """The `CellPlan` of a call of the Cell at `path`, with a `Keeper` for some instructions.
 
         Args:
-            path, frame: of the call.
+            path, plan: of the call.
             compiled: None for PyNative; otherwise as `ShardedTree.compiling`, empty where the whole is one function.
 
         Raises:
             ValueError: the policy can't be applied, in the program or in a compiled function.
         """
-        return frame
+        return plan
 
     def calling(self):
         """A context manager for a call of a Cell by user code, in PyNative."""
@@ -119,11 +119,11 @@ class ActivationPolicy:
         """Whether the gathered weights of a unit are kept between its forward and its backward pass."""
         return False
 
-    def explained(self, frame, path=""):
+    def explained(self, plan, path=""):
         """The `ExplainedActivations` of a program, for `explain()`.
 
         Args:
-            frame: its `CellPlan`.
+            plan: its `CellPlan`.
             path: of a called Cell: the notes are those in its first call, with keys from there. Default: the root.
         """
         return ExplainedActivations()

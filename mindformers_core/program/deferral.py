@@ -54,19 +54,19 @@ class DeferredWeight:
     transposed: bool
 
 
-def deferrals(frames):
+def deferrals(plans):
     """`CellPlan` -> its `Deferral`, for all of them; callees come before their callers."""
     found = {}
-    for frame in frames:
-        found[frame] = _deferral(frame, found)
+    for plan in plans:
+        found[plan] = _deferral(plan, found)
     return found
 
 
-def _deferral(frame, below):
-    trained = {use.value.id for use in frame.graph.parameters if use.trainable}
+def _deferral(plan, below):
+    trained = {use.value.id for use in plan.graph.parameters if use.trainable}
     chosen, waiting = [], set()
-    needed = _variables(frame.returned)
-    for entry in reversed(frame.instructions):  # consumers come before producers
+    needed = _variables(plan.returned)
+    for entry in reversed(plan.instructions):  # consumers come before producers
         if isinstance(entry, Redistribution):
             target = entry.value.id, entry.target
             if target in needed or target in waiting:
@@ -74,8 +74,8 @@ def _deferral(frame, below):
             continue
         taken = entry.consumed
         if isinstance(entry, CallPlan):
-            callee = below.get(entry.frame, NOTHING_DEFERRED)
-            for (inner, layout), own in zip(entry.frame.lifted if entry.frame else (), entry.lifted, strict=True):
+            callee = below.get(entry.plan, NOTHING_DEFERRED)
+            for (inner, layout), own in zip(entry.plan.lifted if entry.plan else (), entry.lifted, strict=True):
                 for mine, theirs in (needed, callee.needed), (waiting, callee.waiting):
                     mine |= _variables([own]) if (inner.id, layout) in theirs else set()
             chosen += [entry] if callee.places else []
@@ -91,12 +91,12 @@ def _variables(pairs):
     return {(value.id, layout) for value, layout in pairs}
 
 
-def deferred_weights(program_path, frame, graph, below):
+def deferred_weights(program_path, plan, graph, below):
     """The deferred weights of a program, and its parameters with an ordinary gradient.
 
     Args:
         program_path: of the Cell of the program.
-        frame, graph: the program's plan and graph.
+        plan, graph: the program's plan and graph.
         below: `CellPlan` -> its `Deferral`, for all plans of the program.
 
     Returns:
@@ -105,15 +105,15 @@ def deferred_weights(program_path, frame, graph, below):
     """
     ordinary = set()
 
-    def visit(frame, graph, passed):
+    def visit(plan, graph, passed):
         """The weights of a call; what stands for a weight, in `passed` as well, is its path and the `Step`s so far."""
-        deferral, ways = below[frame], {}
-        for number, use in enumerate(frame.graph.parameters):
-            stored, path = frame.layouts[use.value.id], joined_path(program_path, parameter_path(frame, graph, number))
+        deferral, ways = below[plan], {}
+        for number, use in enumerate(plan.graph.parameters):
+            stored, path = plan.layouts[use.value.id], joined_path(program_path, parameter_path(plan, graph, number))
             ways[use.value.id, stored] = path, ()
             if (use.value.id, stored) in deferral.needed:
                 ordinary.add(path)
-        graphs, found = dict(called_graphs(frame, graph)), []
+        graphs, found = dict(called_graphs(plan, graph)), []
 
         def instruction(_, entry, taken):
             if isinstance(entry, Redistribution):
@@ -121,18 +121,18 @@ def deferred_weights(program_path, frame, graph, below):
             if isinstance(entry, OperatorPlan):
                 if entry in deferral.places:
                     found.append(DeferredWeight(*taken[1], _is_transposed(entry.node)))
-            elif entry.frame is None:
+            elif entry.plan is None:
                 uses = [use for inner in graphs[entry].calls() for use in inner.parameters]
                 ordinary.update(joined_path(program_path, use.path) for use in uses)
             else:
-                inner = visit(entry.frame, graphs[entry], {tensor: way for tensor, way in taken.items() if way})
+                inner = visit(entry.plan, graphs[entry], {tensor: way for tensor, way in taken.items() if way})
                 found.extend([inner] if entry in deferral.places else [])
             return ()
 
-        follow(frame, ways | passed, instruction)
+        follow(plan, ways | passed, instruction)
         return tuple(found)
 
-    return visit(frame, graph, {}), ordinary
+    return visit(plan, graph, {}), ordinary
 
 
 def _is_transposed(node):

@@ -4,24 +4,24 @@ An *environment* is a dict, (number of a Value, Layout) -> anything. A tensor of
 """
 
 
-def follow(frame, held, instruction):
+def follow(plan, held, instruction):
     """What stands for the results of a plan, a list.
 
     Args:
-        frame: the `CellPlan`.
+        plan: the `CellPlan`.
         held: the environment of arguments, parameters, constants and `lifted` tensors; extended in place.
         instruction: function of the index of an instruction, the instruction, and what stands for the tensors that it
             takes, a list; of a call of a Cell with a plan, the environment with which that begins. Returns what stands
             for the tensors that the instruction produces, in order.
     """
-    for index, entry in enumerate(frame.instructions):
-        if entry.frame is None:
+    for index, entry in enumerate(plan.instructions):
+        if entry.plan is None:
             taken = _standing(held, entry.consumed)
         else:
             taken = {(inner.id, layout): held.get((outer.id, layout)) for inner, outer, layout in entry.passed}
         made = instruction(index, entry, taken)
         held.update(((value.id, layout), each) for (value, layout), each in zip(entry.produced, made))
-    return _standing(held, frame.returned)
+    return _standing(held, plan.returned)
 
 
 def _standing(held, pairs):

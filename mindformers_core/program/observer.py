@@ -11,7 +11,7 @@ class Observed:
     """A tensor that a generated function reports to the observer."""
 
     number: int  # of the report, in its module
-    frame: object  # the `CellPlan` of the function
+    plan: object  # the `CellPlan` of the function
     entry: object  # the instruction that produces it, or the `ParameterUse` that it is; None: the program's argument
     value: Value
     layout: object

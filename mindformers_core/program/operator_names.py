@@ -11,8 +11,15 @@ from functools import cache
 from itertools import count
 
 from mindformers_core.grouping import grouped
-from mindformers_core.program import plan
 from mindformers_core.program.naming import assigned_names, snake_case
+from mindformers_core.program.plan import (
+    CallPlan,
+    Instruction,
+    Redistribution,
+    called_cells,
+    joined_path,
+    operators_in_order,
+)
 from mindformers_core.redistribution.steps import STEP_KINDS
 
 _SUFFIXES = ("ExtView", "Ext", "View")
@@ -60,7 +67,7 @@ class OperatorName:
             In a Cell with several calls the pattern selects at most one operator of each call.
     """
 
-    place: plan.Instruction
+    place: Instruction
     path: str
     operator: str
     labels: tuple
@@ -72,28 +79,28 @@ class OperatorName:
         return tuple(label.name for label in self.labels if label.variable)
 
 
-def operator_names(frame, path=""):
+def operator_names(plan, path=""):
     """The names of all operators and redistributions of a program.
 
     Redistributions without work on a rank have none, nor has a Cell with a `bprop` of its own, which is selected as a
     Cell.
 
     Args:
-        frame: the `CellPlan` of the program.
+        plan: the `CellPlan` of the program.
         path: of the program's Cell, from the root of the model.
 
     Returns:
         A list of `OperatorName`s in the order of execution.
     """
-    named = [replace(name, path=plan.joined_path(path, name.path)) for name in _named(frame)]
+    named = [replace(name, path=joined_path(path, name.path)) for name in _named(plan)]
     named = _numbered(_with_second_names(named))
-    texts = _texts(named, {plan.joined_path(path, inner) for _, inner in plan.called_cells(frame)})
+    texts = _texts(named, {joined_path(path, inner) for _, inner in called_cells(plan)})
     return [replace(name, text=text) for name, text in zip(named, texts)]
 
 
-def operator_texts(frame, path=""):
+def operator_texts(plan, path=""):
     """Key of every instruction with an `OperatorName` -> its `text`; arguments as of `operator_names`."""
-    return {name.place.key: name.text for name in operator_names(frame, path)}
+    return {name.place.key: name.text for name in operator_names(plan, path)}
 
 
 def friendly_name(operator):
@@ -112,21 +119,21 @@ def plain_name(operator):
     return "_" * (len(operator) - len(bare)) + bare.replace("_", "").lower()
 
 
-def _named(frame):
+def _named(plan):
     """All `OperatorName`s, still without `text` and numbers of labels."""
-    callers = grouped((call.frame, call.node.source) for _, each in frame.walk() for call in each.calls)
+    callers = grouped((call.plan, call.node.source) for _, each in plan.walk() for call in each.calls)
     variables = {}  # `CellPlan` -> id of a node -> names
-    for place in plan.operators_in_order(frame):
+    for place in operators_in_order(plan):
         entry = place.entry
-        if isinstance(entry, plan.Redistribution):
+        if isinstance(entry, Redistribution):
             steps = _work(entry)
             if steps:
                 yield OperatorName(place, place.path, "+".join(steps), _labels(["+".join(steps), *steps]))
-        elif not isinstance(entry, plan.CallPlan):
-            if place.frame not in variables:
-                variables[place.frame] = _variables(place.frame.graph, callers.get(place.frame, ()))
+        elif not isinstance(entry, CallPlan):
+            if place.plan not in variables:
+                variables[place.plan] = _variables(place.plan.graph, callers.get(place.plan, ()))
             operator = entry.node.operator
-            assigned = variables[place.frame][id(entry.node)]
+            assigned = variables[place.plan][id(entry.node)]
             yield OperatorName(place, place.path, operator, _labels([friendly_name(operator), operator], assigned))
 
 
@@ -192,7 +199,7 @@ def _texts(named, cells):
     @cache  # the calls of a Cell ask the same
     def selects_one(path, spelling, number, anchored):
         """Whether a text selects one operator in each call of a Cell at most, and nothing elsewhere."""
-        if number is None and plan.joined_path(path, spelling) in (cells if anchored else endings):
+        if number is None and joined_path(path, spelling) in (cells if anchored else endings):
             return False  # a pattern that matches a Cell selects Cells
         found = set()
         for each in [path] if anchored else below[path]:

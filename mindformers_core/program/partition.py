@@ -14,56 +14,56 @@ from mindformers_core.program.graph import CallNode
 from mindformers_core.program.plan import CallPlan, CellPlan, Redistribution, by_call, called_cells, joined_path
 
 
-def annotate(frame, choice):
+def annotate(plan, choice):
     """A copy of a plan in which chosen instructions have a `Keeper`; calls with equal choices still share a plan.
 
     Args:
-        frame: the `CellPlan` of a whole program.
+        plan: the `CellPlan` of a whole program.
         choice: key of an instruction (see `Instruction`) -> its `Keeper`.
 
     Returns:
-        A `CellPlan`; `frame` itself where nothing is chosen.
+        A `CellPlan`; `plan` itself where nothing is chosen.
     """
 
     @cache
-    def visit(frame, choice):
-        entries, keepers = list(frame.instructions), {}
+    def visit(plan, choice):
+        entries, keepers = list(plan.instructions), {}
         for index, below in by_call(choice).items():
             if () in below:
                 keepers[entries[index]] = below[()]
             else:
-                entries[index] = replace(entries[index], frame=visit(entries[index].frame, frozenset(below.items())))
-        return replace(frame, instructions=tuple(entries), keepers=keepers)
+                entries[index] = replace(entries[index], plan=visit(entries[index].plan, frozenset(below.items())))
+        return replace(plan, instructions=tuple(entries), keepers=keepers)
 
-    return visit(frame, frozenset(choice.items())) if choice else frame
+    return visit(plan, frozenset(choice.items())) if choice else plan
 
 
-def calls_of(frame, path, cells):
+def calls_of(plan, path, cells):
     """Keys of the calls of some Cells in the program of the Cell at `path`; all paths are from the root of the tree."""
-    return [key for key, inner in called_cells(frame) if joined_path(path, inner) in cells]
+    return [key for key, inner in called_cells(plan) if joined_path(path, inner) in cells]
 
 
-def calls_alone(frame, again, units):
+def calls_alone(plan, again, units):
     """Key of a call -> `"again"`, `"once"`, or `"in place"`: which calls of a partitioned program are functions.
 
     Args:
-        frame: the `CellPlan` of a whole program.
+        plan: the `CellPlan` of a whole program.
         again: keys of calls (see `called_cells`) that run again in the backward pass; `()` is the root's. A call that
             contains units is replaced by these, whose weights can't be in memory together.
         units: keys of calls whose weights are gathered before the call and freed after it. The weights of one that
             contains calls which run again stay in place there.
     """
     found = {}
-    for index, call in enumerate(frame.instructions):
+    for index, call in enumerate(plan.instructions):
         # MindSpore can't differentiate a compiled function without results
-        if call.frame is None or not call.produced:
+        if call.plan is None or not call.produced:
             continue
         inner_again, inner_units = _below(again, index), _below(units, index)
         held = inner_units - {()}
         if () in inner_again and not held:
             found[index,] = "again"
         elif inner_again or held:
-            found |= {(index, *key): how for key, how in calls_alone(call.frame, inner_again, held).items()}
+            found |= {(index, *key): how for key, how in calls_alone(call.plan, inner_again, held).items()}
             found |= {(index,): "in place"} if () in inner_units else {}
         elif () in inner_units:
             found[index,] = "once"
@@ -75,44 +75,44 @@ def _below(keys, index):
     return {key[1:] for key in keys if key and key[0] == index} | ({()} & set(keys))
 
 
-def partition(frame, again, units):
+def partition(plan, again, units):
     """A copy of a plan whose functions run in PyNative, around calls of functions that are compiled one by one.
 
     Args:
-        frame, again, units: as of `calls_alone`. If there are units, nothing else is compiled.
+        plan, again, units: as of `calls_alone`. If there are units, nothing else is compiled.
     """
 
     @cache
-    def compiled(frame, how):
-        return replace(unshared(frame, takes_weights=True), compiled=how)
+    def compiled(plan, how):
+        return replace(unshared(plan, takes_weights=True), compiled=how)
 
     @cache
-    def visit(frame, alone, in_place):
-        entries = list(frame.instructions)
+    def visit(plan, alone, in_place):
+        entries = list(plan.instructions)
         for index, below in by_call(alone).items():
             how = below.pop((), None)
             if how in ("again", "once"):
-                inner = compiled(entries[index].frame, how)
+                inner = compiled(entries[index].plan, how)
             else:
-                inner = visit(entries[index].frame, frozenset(below.items()), in_place or how == "in place")
-            entries[index] = replace(entries[index], frame=inner)
-        return replace(frame, instructions=tuple(_Parts(frame, entries).entries if in_place else entries))
+                inner = visit(entries[index].plan, frozenset(below.items()), in_place or how == "in place")
+            entries[index] = replace(entries[index], plan=inner)
+        return replace(plan, instructions=tuple(_Parts(plan, entries).entries if in_place else entries))
 
-    return visit(frame, frozenset(calls_alone(frame, again, units).items()), not units)
+    return visit(plan, frozenset(calls_alone(plan, again, units).items()), not units)
 
 
-def unshared(frame, **changes):
+def unshared(plan, **changes):
     """A copy of a plan in which every call has a `CellPlan` of its own, and so every Cell a function.
 
     Args:
-        frame: the plan.
+        plan: the plan.
         changes: fields to replace in each of these `CellPlan`s.
     """
     instructions = [
-        entry if entry.frame is None else replace(entry, frame=unshared(entry.frame, **changes))
-        for entry in frame.instructions
+        entry if entry.plan is None else replace(entry, plan=unshared(entry.plan, **changes))
+        for entry in plan.instructions
     ]
-    return replace(frame, instructions=tuple(instructions), **changes)
+    return replace(plan, instructions=tuple(instructions), **changes)
 
 
 class _Parts:
@@ -122,10 +122,10 @@ class _Parts:
         entries: the instructions of the partitioned plan.
     """
 
-    def __init__(self, frame, entries):
-        self.frame, self.entries, self._run, self._count = frame, [], [], 0
-        self.held = {use.value.id for use in (*frame.graph.parameters, *frame.graph.constants)}
-        for place, (mine, entry) in enumerate(zip(frame.instructions, entries, strict=True)):
+    def __init__(self, plan, entries):
+        self.plan, self.entries, self._run, self._count = plan, [], [], 0
+        self.held = {use.value.id for use in (*plan.graph.parameters, *plan.graph.constants)}
+        for place, (mine, entry) in enumerate(zip(plan.instructions, entries, strict=True)):
             if mine is not entry:
                 self._end_run(entries[place:])
                 self.entries.append(entry)
@@ -159,15 +159,15 @@ class _Parts:
 
     def _part(self, run, later):
         """The call of a function that carries out a run of instructions; `later`: the instructions after them."""
-        frame, graph = self.frame, self.frame.graph
+        plan, graph = self.plan, self.plan.graph
         made, taken = _tensors(pair for entry in run for pair in entry.produced), _consumed(run)
         # in the order of consumption: MindSpore adds the gradients of several consumers in this order
-        outputs = [tensor for tensor in _consumed(later) | _tensors(frame.returned) if tensor in made]
+        outputs = [tensor for tensor in _consumed(later) | _tensors(plan.returned) if tensor in made]
         values = tuple(made[tensor] for tensor in outputs)
         lifted = tuple(
             (value, tensor[1])
             for tensor, value in taken.items()
-            if tensor not in made and not (value.id in self.held and tensor[1] == frame.layouts[value.id])
+            if tensor not in made and not (value.id in self.held and tensor[1] == plan.layouts[value.id])
         )
         used = {number for number, layout in taken}
         part = replace(
@@ -177,7 +177,7 @@ class _Parts:
             constants=tuple(use for use in graph.constants if use.value.id in used),
         )  # fmt: skip
         layouts = tuple(layout for _, layout in outputs)
-        inner = CellPlan(part, frame.mesh, frame.layouts, tuple(run), layouts, lifted, frame.gradients)
+        inner = CellPlan(part, plan.mesh, plan.layouts, tuple(run), layouts, lifted, plan.gradients)
         inner = replace(unshared(inner, takes_weights=True), compiled="once")
         return CallPlan(CallNode("", (), {}, values, part, ""), (), layouts, inner, lifted)
 

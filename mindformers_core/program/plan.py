@@ -50,7 +50,7 @@ class Redistribution:
     reason: Reason
     gradient: bool
 
-    frame = None
+    plan = None
 
     @property
     def described(self):
@@ -72,7 +72,7 @@ class Redistribution:
 class _NodePlan:
     """Base of `OperatorPlan` and `CallPlan`: a node, and layouts of its inputs and outputs."""
 
-    frame = None
+    plan = None
 
     @property
     def consumed(self):
@@ -136,7 +136,7 @@ class CallPlan(_NodePlan):
         node: the `CallNode`.
         inputs: the layout of every tensor argument, in the order of `tree_leaves((node.args, node.kwargs))`.
         outputs: the layout of every result, in the order of `tree_leaves(node.outputs)`.
-        frame: the called Cell's `CellPlan`, the same object for identical calls (its `graph` is that of the first
+        plan: the called Cell's `CellPlan`, the same object for identical calls (its `graph` is that of the first
             call); None for a Cell with a `bprop` of its own, which runs unchanged on whole tensors.
         lifted: pairs (Value of the calling plan, Layout) for the callee's `lifted`, in order.
     """
@@ -144,7 +144,7 @@ class CallPlan(_NodePlan):
     node: object
     inputs: tuple
     outputs: tuple
-    frame: "CellPlan | None"
+    plan: "CellPlan | None"
     lifted: tuple = ()
 
     @property
@@ -157,7 +157,7 @@ class CallPlan(_NodePlan):
         """Triples (callee's Value, caller's Value, Layout) of all tensors that a plan is called with, each once."""
         layouts = dict(self.consumed)
         arguments = [(inner, outer, layouts[outer]) for inner, outer in match_arguments(self.node).items()]
-        pairs = zip(self.frame.lifted, self.lifted, strict=True)
+        pairs = zip(self.plan.lifted, self.lifted, strict=True)
         return arguments + [(inner, outer, layout) for (inner, _), (outer, layout) in pairs]
 
 
@@ -217,8 +217,8 @@ class CellPlan:
         """`(path, CellPlan)` of this plan and of every call below, in order; a shared plan comes once for each call."""
         yield "", self
         for place in _walk(self, (), ""):
-            if place.entry.frame is not None:
-                yield place.called_path, place.entry.frame
+            if place.entry.plan is not None:
+                yield place.called_path, place.entry.plan
 
 
 @dataclass(frozen=True, eq=False)
@@ -229,13 +229,13 @@ class Instruction:
         key: the index of every call that leads to the instruction, among the `instructions` of its plan, and the
             instruction's own index.
         path: of the Cell whose `construct` contains the instruction; "" for the root.
-        frame: the `CellPlan` that contains the instruction.
+        plan: the `CellPlan` that contains the instruction.
         entry: an `OperatorPlan`, a `Redistribution` or a `CallPlan`.
     """
 
     key: tuple
     path: str
-    frame: object
+    plan: object
     entry: object
 
     @property
@@ -245,23 +245,23 @@ class Instruction:
         return node.graph.path if node.child is None else joined_path(self.path, node.child)
 
 
-def _walk(frame, before, path):
+def _walk(plan, before, path):
     """All `Instruction`s in order, a call before those of the called Cell."""
-    for index, entry in enumerate(frame.instructions):
-        place = Instruction((*before, index), path, frame, entry)
+    for index, entry in enumerate(plan.instructions):
+        place = Instruction((*before, index), path, plan, entry)
         yield place
-        if entry.frame is not None:
-            yield from _walk(entry.frame, place.key, place.called_path)
+        if entry.plan is not None:
+            yield from _walk(entry.plan, place.key, place.called_path)
 
 
-def operators_in_order(frame):
+def operators_in_order(plan):
     """All `Instruction`s of a program in the order of execution, without calls of Cells that have a plan."""
-    return [place for place in _walk(frame, (), "") if place.entry.frame is None]
+    return [place for place in _walk(plan, (), "") if place.entry.plan is None]
 
 
-def called_cells(frame):
+def called_cells(plan):
     """`((), "")` of the root, and `(key, path)` of every call of a Cell in order; keys as of `Instruction`."""
-    return [((), "")] + [(at.key, at.called_path) for at in _walk(frame, (), "") if isinstance(at.entry, CallPlan)]
+    return [((), "")] + [(at.key, at.called_path) for at in _walk(plan, (), "") if isinstance(at.entry, CallPlan)]
 
 
 def by_call(pairs):
@@ -287,41 +287,41 @@ def captured_graph(graph):
     return replace(graph, **{part: tuple(use for use in uses if use.value.id in used) for part, uses in taken.items()})
 
 
-def called_graphs(frame, graph):
+def called_graphs(plan, graph):
     """Pairs (`CallPlan`, `CellGraph`): every call in a plan, with its graph in one of the calls that share the plan.
 
     Args:
-        frame: the plan.
+        plan: the plan.
         graph: the `CellGraph` of the sharing call.
     """
-    places = {id(node): place for place, node in enumerate(frame.graph.nodes)}
-    for call in frame.calls:
+    places = {id(node): place for place, node in enumerate(plan.graph.nodes)}
+    for call in plan.calls:
         if call.is_part:
-            yield call, _graph_of_part(frame, graph, call.node.graph, places)
+            yield call, _graph_of_part(plan, graph, call.node.graph, places)
         else:
             yield call, graph.nodes[places[id(call.node)]].graph
 
 
-def walk_graphs(frame, graph):
+def walk_graphs(plan, graph):
     """`(CellPlan, CellGraph)` of a call and all below that have a plan, in order; arguments as of `called_graphs`."""
-    yield frame, graph
-    for call, inner in called_graphs(frame, graph):
-        if call.frame is not None:
-            yield from walk_graphs(call.frame, inner)
+    yield plan, graph
+    for call, inner in called_graphs(plan, graph):
+        if call.plan is not None:
+            yield from walk_graphs(call.plan, inner)
 
 
-def _graph_of_part(frame, graph, part, places):
+def _graph_of_part(plan, graph, part, places):
     """The graph of a part (see `partition`) in another call that shares the plan."""
-    numbers = [frame.graph.parameters.index(use) for use in part.parameters]
-    uses = [replace(frame.graph.parameters[n], path=parameter_path(frame, graph, n)) for n in numbers]
+    numbers = [plan.graph.parameters.index(use) for use in part.parameters]
+    uses = [replace(plan.graph.parameters[n], path=parameter_path(plan, graph, n)) for n in numbers]
     nodes = tuple(graph.nodes[places[id(node)]] for node in part.nodes)
     return replace(part, path=graph.path, call=graph.call, nodes=nodes, parameters=tuple(uses))
 
 
-def parameter_path(frame, graph, number):
+def parameter_path(plan, graph, number):
     """The path of a parameter of a plan, in one of the calls that share the plan."""
     if number < len(graph.parameters):
         return graph.parameters[number].path
-    own = frame.graph.parameters[: len(graph.parameters)]  # behind them are those that are redistributed for callees
-    names = replace(frame.graph, parameters=own).uses.parameters
-    return list(graph.uses.parameters)[list(names).index(frame.graph.parameters[number].path)]
+    own = plan.graph.parameters[: len(graph.parameters)]  # behind them are those that are redistributed for callees
+    names = replace(plan.graph, parameters=own).uses.parameters
+    return list(graph.uses.parameters)[list(names).index(plan.graph.parameters[number].path)]

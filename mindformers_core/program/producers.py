@@ -32,7 +32,7 @@ class Links:
     results: frozenset
 
 
-def links_of(frame):
+def links_of(plan):
     """The `Links` of a program.
 
     Layers are calls of one Cell, with more than 3 operators, that are equal and share their `CellPlan`; of nested ones
@@ -40,12 +40,12 @@ def links_of(frame):
     """
     producers, nbytes, groups, layer_bounds, layer_results = {}, {}, {}, {0}, set()
 
-    def visit(frame, made, before, position, in_layer):
+    def visit(plan, made, before, position, in_layer):
         """Keys of the instructions that produce the results of a call; `made`: of the tensors that it is passed."""
-        equal = [] if in_layer else [call.frame for call in frame.calls]
+        equal = [] if in_layer else [call.plan for call in plan.calls]
 
         def instruction(index, entry, taken):
-            key, inner = (*before, index), entry.frame
+            key, inner = (*before, index), entry.plan
             if inner is None:
                 producers[key] = tuple(dict.fromkeys(each for each in taken if each is not None))
                 nbytes[key] = sum(
@@ -61,13 +61,13 @@ def links_of(frame):
                 layer_results.update(results)
             return results
 
-        return follow(frame, made, instruction)
+        return follow(plan, made, instruction)
 
-    visit(frame, {}, (), (), False)
+    visit(plan, {}, (), (), False)
     layer_bounds.add(len(producers))
     return Links(producers, nbytes, groups, tuple(sorted(layer_bounds)), frozenset(layer_results - {None}))
 
 
-def _size(frame):
+def _size(plan):
     """The number of instructions of a plan, with those of called Cells."""
-    return sum(1 if entry.frame is None else _size(entry.frame) for entry in frame.instructions)
+    return sum(1 if entry.plan is None else _size(entry.plan) for entry in plan.instructions)

@@ -18,11 +18,11 @@ class PlanError(RuntimeError):
     """A plan that contradicts itself or the rules of its operators: a defect of this package, never of a model."""
 
 
-def check_plan(frame, final=False):
+def check_plan(plan, final=False):
     """Check the plan of a root.
 
     Args:
-        frame: its `CellPlan`.
+        plan: its `CellPlan`.
         final: whether its results must be neither partial nor varying. Default: False.
 
     Raises:
@@ -31,28 +31,28 @@ def check_plan(frame, final=False):
             the plan of its callee; a tensor is produced twice, or never. Names Cell, line, instruction, tensor and
             layouts.
     """
-    graph = frame.graph
+    graph = plan.graph
     flows = {value.id: gradient_flow(value) for value in tree_leaves(graph.arguments)}
-    _check({}, frame, flows)
-    for value, layout in zip(tree_leaves(graph.result), frame.results):
+    _check({}, plan, flows)
+    for value, layout in zip(tree_leaves(graph.result), plan.results):
         if final and (layout.partial or layout.varying):
             raise PlanError(f"{graph.label} returns {value.described} as {layout}, which is not reduced")
 
 
-def _check(known, frame, flows):
+def _check(known, plan, flows):
     """Check a plan and those below, each once.
 
     Args:
         known: `CellPlan` that was checked -> gradient flow of each of its results.
-        frame: the `CellPlan`.
+        plan: the `CellPlan`.
         flows: number of every argument's and lifted Value -> gradient flow.
 
     Returns:
         The gradient flow of each result.
     """
-    if frame not in known:
-        known[frame] = _PlanCheck(known, frame, flows).results()
-    return known[frame]
+    if plan not in known:
+        known[plan] = _PlanCheck(known, plan, flows).results()
+    return known[plan]
 
 
 class _PlanCheck:
@@ -65,26 +65,26 @@ class _PlanCheck:
         left: identities of the nodes without an instruction so far.
     """
 
-    def __init__(self, known, frame, flows):
-        self.known, self.frame, self.graph, self.node = known, frame, frame.graph, None
+    def __init__(self, known, plan, flows):
+        self.known, self.plan, self.graph, self.node = known, plan, plan.graph, None
         self.left = {id(node) for node in self.graph.nodes}
         self.flows = {use.value.id: NOTHING for use in self.graph.constants}
         self.flows |= {use.value.id: gradient_flow(use.value, use=use) for use in self.graph.parameters} | flows
-        if any(layout.mesh != frame.mesh for layout in frame.layouts.values()):
-            self.fault(f"tensors are on another mesh than {frame.mesh!r}")
+        if any(layout.mesh != plan.mesh for layout in plan.layouts.values()):
+            self.fault(f"tensors are on another mesh than {plan.mesh!r}")
         stored = [*tree_leaves(self.graph.arguments), *(use.value for use in self.graph.parameters)]
-        self.available = {value.id: {frame.layouts[value.id]} for value in stored}
+        self.available = {value.id: {plan.layouts[value.id]} for value in stored}
         for use in self.graph.constants:
-            layout = frame.layouts[use.value.id]
+            layout = plan.layouts[use.value.id]
             if not layout.is_replicated:
                 self.fault(f"the constant {use.value.described} is held as {layout}, not whole")
             self.available[use.value.id] = {layout}
-        for value, layout in frame.lifted:
+        for value, layout in plan.lifted:
             self.make(value, layout)
 
     def results(self):
         """See `_check`."""
-        for entry in self.frame.instructions:
+        for entry in self.plan.instructions:
             self.node = None if isinstance(entry, Redistribution) else entry.node
             if isinstance(entry, Redistribution):
                 self.move(entry)
@@ -95,10 +95,10 @@ class _PlanCheck:
         if self.left:
             self.fault(f"{len(self.left)} operators or calls of it are never carried out")
         results = tree_leaves(self.graph.result)
-        self.take(results, self.frame.results)
-        for number in self.frame.layouts.keys() & self.flows.keys():
+        self.take(results, self.plan.results)
+        for number in self.plan.layouts.keys() & self.flows.keys():
             trained = self.flows[number] == TRAINED
-            if trained != (number in self.frame.gradients):
+            if trained != (number in self.plan.gradients):
                 self.fault(f"gradients of %{number} are planned wrongly")
         return [self.flows[value.id] for value in results]
 
@@ -138,7 +138,7 @@ class _PlanCheck:
             self.fault(f"gives {len(values)} tensors, planned are {len(layouts)}")
         for value, layout in dict(zip(values, layouts)).items():
             self.make(value, layout)
-            planned = self.frame.layouts[value.id]
+            planned = self.plan.layouts[value.id]
             if layout != planned:
                 self.fault(f"gives {value.described} as {layout}, planned is {planned}")
 
@@ -172,7 +172,7 @@ class _PlanCheck:
 
     def operate(self, plan):
         """Check an operator's outputs against its rule, and the local shapes against its local call."""
-        node, mesh = plan.node, self.frame.mesh
+        node, mesh = plan.node, self.plan.mesh
         values = tree_leaves((node.args, node.kwargs))
         flows = [self.flows[value.id] for value in values]
         flows[1:] = [NOTHING] * len(flows[1:]) if facts_of(node.operator).writes else flows[1:]
@@ -204,7 +204,7 @@ class _PlanCheck:
 
     def call(self, call):
         """Check that a call and the plan of the called Cell agree."""
-        node, inner = call.node, call.frame
+        node, inner = call.node, call.plan
         made = tree_leaves(node.outputs)
         if inner is None:
             flows = self.call_whole(call, made)
@@ -223,12 +223,12 @@ class _PlanCheck:
         """Check what a call passes; number of the callee's Value -> gradient flow."""
         values, layouts = zip(*call.lifted) if call.lifted else ((), ())
         self.take(values, layouts)
-        planned = [layout for _, layout in call.frame.lifted]
+        planned = [layout for _, layout in call.plan.lifted]
         if list(layouts) != planned:
             self.fault(f"hands down {list(map(str, layouts))}, not {list(map(str, planned))}")
         passed = call.passed
         for callee, caller, layout in passed[: len(passed) - len(planned)]:
-            self.agree(caller, layout, call.frame.layouts[callee.id])
+            self.agree(caller, layout, call.plan.layouts[callee.id])
         return {callee.id: self.flows[caller.id] for callee, caller, _ in passed}
 
     def call_whole(self, call, made):

@@ -41,7 +41,7 @@ class CallDecision:
 
     Attributes:
         node: the `CallNode`.
-        decision: the `Decision` of its frame; None for a Cell with a `bprop` of its own.
+        decision: the `Decision` of its plan; None for a Cell with a `bprop` of its own.
         keys: of every tensor from outside: key in the callee -> key in the caller.
         outputs: the layouts of `tree_leaves(node.outputs)`.
     """
@@ -62,7 +62,7 @@ class Decision:
     Attributes:
         graph: the `CellGraph`.
         entries: `OperatorPlan`s and `CallDecision`s, one for every node.
-        asked: for every operator its `OperatorCall`, for every call its arguments (see `decide_frame`).
+        asked: for every operator its `OperatorCall`, for every call its arguments (see `decide_plan`).
         values: key -> its Value, of this graph or of one below.
         forms: key -> `RequiredLayouts`, of this call and those below.
         used: for every entry, and last for the results, pairs (key, layout) of consumed tensors.
@@ -86,7 +86,7 @@ class Decision:
     price: Price = FREE
 
 
-def decide_frame(run, graph, arguments, final=False, wanted=None, choices=None):
+def decide_plan(run, graph, arguments, final=False, wanted=None, choices=None):
     """The `Decision` for a call.
 
     Args:
@@ -114,7 +114,7 @@ class _OpenCall:
         self.free = set()
 
     def decide(self, arguments, final, wanted):
-        """See `decide_frame`."""
+        """See `decide_plan`."""
         declaration = self.run.declaration(self.graph.path)
         uses = self.graph.uses.parameters
         self.free |= {key for key, (_, _, free) in arguments.items() if free} | (self.run.free & uses.keys())

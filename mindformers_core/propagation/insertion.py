@@ -146,12 +146,12 @@ class _Insertion:
                 lifted += [(inner, layout) for layout in wanted if layout != stored]
             for layout in wanted:
                 self._ensure(outer, layout)
-        frame = self.run.place(entry.decision, passed, tuple(lifted))
+        plan = self.run.place(entry.decision, passed, tuple(lifted))
         layouts = {entry.keys[inner]: layout for inner, layout in passed.items()}
         keys = {value.id: key for key, value in self.values.items()}
         inputs = tuple(layouts[keys.get(value.id, value.id)] for value in tree_leaves((node.args, node.kwargs)))
         pairs = tuple((self._value(entry.keys[inner]), layout) for inner, layout in lifted)
-        return CallPlan(node, inputs, entry.outputs, frame, pairs)
+        return CallPlan(node, inputs, entry.outputs, plan, pairs)
 
     def _passed(self, wanted, needs, outer):
         """The layout in which an argument is passed; an available one for an argument that the callee doesn't use."""

@@ -1,6 +1,6 @@
 """Lookahead: choices with a higher price at one operator and a lower total price. Pure Python.
 
-The search starts from the choices of `decide_frame`, operator by operator, and tries others for every remaining
+The search starts from the choices of `decide_plan`, operator by operator, and tries others for every remaining
 redistribution that sends anything, or that keeps a part of what every rank has computed. Backward: let the producer
 emit the required layout, then its producers in turn. Forward: let the consumer compute in another sharding; a product
 of a partial sum also in one that nothing has, since the sum can be scattered. All later operators are decided again. A
@@ -16,19 +16,19 @@ from mindformers_core.grouping import grouped
 from mindformers_core.operators.registry import facts_of
 from mindformers_core.operators.resolve import alternatives
 from mindformers_core.program.structure import tree_leaves
-from mindformers_core.propagation.decide import TRAINED, CallDecision, decide_frame
+from mindformers_core.propagation.decide import TRAINED, CallDecision, decide_plan
 
 MOST_NODES = 150_000  # decisions of operators and calls for one call of a Cell: a few seconds
 
 
 def improve(run, graph, arguments, final, wanted):
-    """The best `Decision` found for a call; arguments as of `decide_frame`."""
+    """The best `Decision` found for a call; arguments as of `decide_plan`."""
     best, choices = run.decide(graph, arguments, final, wanted), {}
 
     def tried_out(candidate):
         """The `Decision` with additional choices; None where a later operator can't satisfy them."""
         try:
-            return decide_frame(run, graph, arguments, final, wanted, choices | candidate)
+            return decide_plan(run, graph, arguments, final, wanted, choices | candidate)
         except ValueError:
             return None
 
@@ -65,7 +65,7 @@ def _hoisted(best, tried_out):
 
     Args:
         best: the `Decision` so far.
-        tried_out: choices, as `decide_frame` takes them -> the `Decision` for them and those of `best`, or None.
+        tried_out: choices, as `decide_plan` takes them -> the `Decision` for them and those of `best`, or None.
     """
     hoisted = {}
     for place in reversed(range(len(best.entries))):  # of nested views the outer one comes first
@@ -95,7 +95,7 @@ def _above(decision, place):
 
 
 def _candidates(run, decision, choices, tried):
-    """Pairs (origin, choices to try together, as of `decide_frame`): child calls first, then every redistribution.
+    """Pairs (origin, choices to try together, as of `decide_plan`): child calls first, then every redistribution.
 
     An origin enters `tried` after all its candidates; origins in `tried` have none.
     """

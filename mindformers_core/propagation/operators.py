@@ -6,6 +6,8 @@ from mindformers_core.operators.signature import undivided
 from mindformers_core.program.plan import OperatorPlan
 from mindformers_core.program.structure import Value, tree_fill, tree_leaves, tree_map
 
+TENSORS = Value, TensorMeta  # what stands for tensors among the arguments of a node
+
 
 def passes_gradient(operator):
     """Whether an operator with float results has a gradient that isn't 0."""
@@ -38,7 +40,7 @@ def local_call_shapes(plan):
     arguments = node.args, node.kwargs
     if plan.signature.local.localize is not None:  # else a wrong plan may have no local shapes
         arguments = plan.signature.local.localized(*arguments, plan.local_shapes)
-    return call_shapes(node, *tree_fill(arguments, metas, (Value, TensorMeta)))
+    return call_shapes(node, *tree_fill(arguments, metas, TENSORS))
 
 
 def call_shapes(node, args, kwargs):

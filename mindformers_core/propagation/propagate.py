@@ -23,7 +23,7 @@ from mindformers_core.operators.signature import is_float
 from mindformers_core.program.free_variables import lambda_lift
 from mindformers_core.program.structure import tree_leaves
 from mindformers_core.propagation.algorithms import algorithm_steps
-from mindformers_core.propagation.decide import FLOWS, NOTHING, decide_frame
+from mindformers_core.propagation.decide import FLOWS, NOTHING, decide_plan
 from mindformers_core.propagation.insertion import insert_redistributions
 from mindformers_core.propagation.lookahead import improve
 from mindformers_core.propagation.operators import operator_plan, operator_signature
@@ -152,9 +152,9 @@ class Propagation:
         return redistribution_price(source, target, value.shape, value.dtype, gradient, self.device_model)
 
     def decide(self, graph, arguments, final=False, wanted=None):
-        """The `Decision` for a call without lookahead, shared by identical calls; see `decide_frame`."""
+        """The `Decision` for a call without lookahead, shared by identical calls; see `decide_plan`."""
         key = self._key(graph, arguments, final, wanted)
-        return _once(self._decisions, key, lambda: decide_frame(self, graph, arguments, final, wanted))
+        return _once(self._decisions, key, lambda: decide_plan(self, graph, arguments, final, wanted))
 
     def improved(self, graph, arguments, final=False, wanted=None):
         """As `decide`, with lookahead; see `improve`."""

@@ -19,23 +19,23 @@ from mindformers_core.propagation.operators import operator_signature
 from mindformers_core.redistribution import plan_redistribution
 
 
-def resized(frame, graph, dropped=frozenset(), mesh=None):
-    """The plan `frame` for another graph.
+def resized(plan, graph, dropped=frozenset(), mesh=None):
+    """A plan carried over to another graph.
 
     Args:
-        frame: the `CellPlan` of a root.
+        plan: the `CellPlan` of a root.
         graph: the captured `CellGraph` of a root with the same nodes, of other shapes. Numbers in the paths of Cells
             may differ.
         dropped: paths of Cells that only the first root calls.
         mesh: a mesh with the same axes. Default: that of the plan.
 
     Returns:
-        A `CellPlan`; plans that calls share in `frame` are shared again.
+        A `CellPlan`; plans that calls share in `plan` are shared again.
 
     Raises:
         ValueError: the graphs differ in more than sizes, or mesh axes don't divide a dim; names the Cell.
     """
-    return _Resizing({}, {}, frame, lambda_lift(graph), frozenset(dropped), mesh or frame.mesh).plan()
+    return _Resizing({}, {}, plan, lambda_lift(graph), frozenset(dropped), mesh or plan.mesh).result()
 
 
 def _below(paths, child):
@@ -58,13 +58,13 @@ def _without_calls(graph, dropped):
 class _Resizing:
     """The plan of one call."""
 
-    def __init__(self, known, entries, frame, graph, dropped, mesh):
+    def __init__(self, known, entries, plan, graph, dropped, mesh):
         self.known = known  # (`CellPlan`, key of the new graph, paths of dropped Cells) -> the new `CellPlan`
         self.entries = entries  # entry of a strided dim in a layout -> the new entry
-        self.frame, self.graph, self.dropped, self.mesh, self.moves = frame, graph, dropped, mesh, set()
+        self.plan, self.graph, self.dropped, self.mesh, self.moves = plan, graph, dropped, mesh, set()
         # number of a given Value -> the new Value; several given ones may have become one without dropped calls
-        kept, self.values = _without_calls(frame.graph, dropped), {}
-        self.given = captured_graph(replace(frame.graph, nodes=tuple(kept.values())))
+        kept, self.values = _without_calls(plan.graph, dropped), {}
+        self.given = captured_graph(replace(plan.graph, nodes=tuple(kept.values())))
         for part in ("parameters", "constants", "free_variables"):
             self._pair(*([use.value for use in getattr(each, part)] for each in (self.given, graph)))
         self._pair((self.given.arguments, self.given.result), (graph.arguments, graph.result))
@@ -85,23 +85,23 @@ class _Resizing:
     def _refuse(self, new, old):
         raise ValueError(f"{self.graph.label} has '{shown(new)}' at the new sizes, where '{shown(old)}' was planned")
 
-    def plan(self):
+    def result(self):
         """The new `CellPlan`; layouts that contradict each other are a fault for `check_plan`."""
         graph = self._with_added_uses()
-        made = {old: new for old in self.frame.instructions if (new := self._instruction(old)) is not None}
+        made = {old: new for old in self.plan.instructions if (new := self._instruction(old)) is not None}
         known = {number: value.id for number, value in self.values.items()}
         return replace(
-            self.frame,
+            self.plan,
             graph=graph,
             mesh=self.mesh,
             instructions=tuple(made.values()),
             layouts={
-                known[number]: self._at(layout) for number, layout in self.frame.layouts.items() if number in known
+                known[number]: self._at(layout) for number, layout in self.plan.layouts.items() if number in known
             },
-            results=tuple(map(self._at, self.frame.results)),
-            lifted=self._moved(self.frame.lifted),
-            gradients=frozenset(known[number] for number in self.frame.gradients & known.keys()),
-            keepers={made[old]: keeper for old, keeper in self.frame.keepers.items() if old in made},
+            results=tuple(map(self._at, self.plan.results)),
+            lifted=self._moved(self.plan.lifted),
+            gradients=frozenset(known[number] for number in self.plan.gradients & known.keys()),
+            keepers={made[old]: keeper for old, keeper in self.plan.keepers.items() if old in made},
         )
 
     def _instruction(self, entry):
@@ -113,7 +113,7 @@ class _Resizing:
             self.moves.add((value.id, entry.target))
             source, target, steps = self._at(entry.source), self._at(entry.target), entry.steps
             if any(step.kind == "view" for step in steps):
-                steps = plan_redistribution(source, target, value.shape, value.dtype, self.frame.device_model).steps
+                steps = plan_redistribution(source, target, value.shape, value.dtype, self.plan.device_model).steps
             else:
                 ends = [(self._at(step.source), self._at(step.target)) for step in steps]
                 pairs = [(step, *pair) for step, pair in zip(steps, ends)]
@@ -128,12 +128,12 @@ class _Resizing:
             if entry.signature.differences(new.signature) not in ([], ["sizes"]) or several[0] != several[1]:
                 raise ValueError(f"{self.graph.label} has another rule for '{node}', or one local element of a dim")
             return new
-        key = entry.frame, node.graph.key, _below(self.dropped, entry.node.child)
-        if entry.frame is not None and key not in self.known:
-            self.known[key] = _Resizing(self.known, self.entries, entry.frame, node.graph, key[-1], self.mesh).plan()
+        key = entry.plan, node.graph.key, _below(self.dropped, entry.node.child)
+        if entry.plan is not None and key not in self.known:
+            self.known[key] = _Resizing(self.known, self.entries, entry.plan, node.graph, key[-1], self.mesh).result()
         inputs, outputs = (tuple(map(self._at, layouts)) for layouts in (entry.inputs, entry.outputs))
-        lifted, frame = self._moved(entry.lifted), self.known.get(key)
-        return replace(entry, node=node, inputs=inputs, outputs=outputs, frame=frame, lifted=lifted)
+        lifted, plan = self._moved(entry.lifted), self.known.get(key)
+        return replace(entry, node=node, inputs=inputs, outputs=outputs, plan=plan, lifted=lifted)
 
     def _operator(self, entry, node, signature):
         """The new plan of an operator; enters the strided dims that it makes of several factors."""
@@ -166,7 +166,7 @@ class _Resizing:
         last = max((value.id for value in self.values.values()), default=-1)
         for part in ("parameters", "free_variables"):
             own, uses = getattr(self.given, part), list(getattr(self.graph, part))
-            for use in getattr(self.frame.graph, part):
+            for use in getattr(self.plan.graph, part):
                 name = names.get(use.path if part == "parameters" else (use.call, use.id))
                 if use not in own and name is not None:  # else of a call that was dropped
                     last += 1

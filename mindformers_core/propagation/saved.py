@@ -15,7 +15,7 @@ from mindformers_core.layout import Layout
 from mindformers_core.operators.choice import Choice
 from mindformers_core.program.free_variables import lambda_lift
 from mindformers_core.program.plan import CallPlan, Redistribution, captured_graph
-from mindformers_core.propagation.decide import decide_frame
+from mindformers_core.propagation.decide import decide_plan
 from mindformers_core.propagation.propagate import Propagation
 from mindformers_core.redistribution.device_model import DeviceModel, Link
 from mindformers_core.scopes import errors_at
@@ -24,19 +24,19 @@ _FORMAT = "mindformers_core plan"
 _VERSION = 3
 
 
-def save_plan(frame, path):
+def save_plan(plan, path):
     """Write a plan to the file `path` atomically: a reader finds the old file or the whole new one.
 
     Equal plans give equal files.
 
     Args:
-        frame: the `CellPlan` of the root.
+        plan: the `CellPlan` of the root.
         path: of a JSON file, which contains every distinct `CellPlan` once: the listing of its graph, the choices, and
             the listing of the plan, with all layouts and redistributions.
     """
-    mesh = {"shape": frame.mesh.shape, "axis_names": frame.mesh.axis_names}
-    head = {"format": _FORMAT, "version": _VERSION, "mesh": mesh, "device_model": asdict(frame.device_model)}
-    places = _places(frame)
+    mesh = {"shape": plan.mesh.shape, "axis_names": plan.mesh.axis_names}
+    head = {"format": _FORMAT, "version": _VERSION, "mesh": mesh, "device_model": asdict(plan.device_model)}
+    places = _places(plan)
     cells = [_cell_data(found, places) for found in _distinct(places)]
     write_whole(path, json.dumps(head | {"cells": cells}, indent=1, ensure_ascii=False) + "\n")
 
@@ -69,14 +69,14 @@ def load_plan(path, graph, mesh, arguments, parameters, declarations=None, final
         raise ValueError(f"{path} is a plan for the mesh ({found}), not for {mesh}: plan anew for this one")
     try:
         graph = lambda_lift(graph)
-        frame = _Replay(data, graph, mesh, parameters, declarations or {}).plan(graph, arguments, final)
-        places = _places(frame)
+        plan = _Replay(data, graph, mesh, parameters, declarations or {}).plan(graph, arguments, final)
+        places = _places(plan)
         for saved, found in zip_longest(data["cells"], _distinct(places)):
             _compare(found.graph, saved["plan"], _plan_lines(found, places))
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         what = error if isinstance(error, ValueError) else f"an entry is missing or malformed: {error!r}"
         raise ValueError(f"{path} is the plan of another model, or for other inputs: {what}; plan anew") from error
-    return frame
+    return plan
 
 
 class _Replay(Propagation):
@@ -111,16 +111,16 @@ class _Replay(Propagation):
             operators = [pair for pair in saved["choices"].items() if isinstance(pair[1], dict)]
             choices = {int(number): _choice_of(**choice) for number, choice in operators}
             results = [Layout.on(self.mesh, **layout) for layout in saved["results"]] if place else None
-            self._decisions[key] = decide_frame(self, graph, arguments, final, results, choices)
+            self._decisions[key] = decide_plan(self, graph, arguments, final, results, choices)
         return self._decisions[key]
 
     improved = decide
 
 
-def _places(frame):
+def _places(plan):
     """Every `CellPlan` -> its place in the file, in the order of first calls; one for copies that `annotate` made."""
     places, known = {}, {}
-    for _, found in frame.walk():
+    for _, found in plan.walk():
         places[found] = known.setdefault(id(found.layouts), len(known))
     return places
 
@@ -131,21 +131,21 @@ def _distinct(places):
     return [firsts[place] for place in sorted(firsts)]
 
 
-def _cell_data(frame, places):
+def _cell_data(plan, places):
     """A `CellPlan` as JSON-able data."""
-    graph = captured_graph(frame.graph)
+    graph = captured_graph(plan.graph)
     numbers = {id(node): number for number, node in enumerate(graph.nodes)}
-    entries = [entry for entry in frame.instructions if not isinstance(entry, Redistribution)]
+    entries = [entry for entry in plan.instructions if not isinstance(entry, Redistribution)]
     return {
         "cell": graph.path,
         "structure": graph.key,
         "graph": _graph_lines(graph),
         "choices": {
-            numbers[id(each.node)]: places.get(each.frame) if isinstance(each, CallPlan) else _choice_data(each.choice)
+            numbers[id(each.node)]: places.get(each.plan) if isinstance(each, CallPlan) else _choice_data(each.choice)
             for each in entries
         },
-        "results": [{name: getattr(at, name) for name in ("dims", "partial", "varying")} for at in frame.results],
-        "plan": _plan_lines(frame, places),
+        "results": [{name: getattr(at, name) for name in ("dims", "partial", "varying")} for at in plan.results],
+        "plan": _plan_lines(plan, places),
     }
 
 
@@ -166,11 +166,11 @@ def _graph_lines(graph):
     return [f"{graph.class_name}, {mode}", *(re.sub(r"  # \S*:\d+$", "", line) for line in graph.lines())]
 
 
-def _plan_lines(frame, places):
+def _plan_lines(plan, places):
     """A `CellPlan` as readable lines, without the contents of the graph and of called Cells."""
-    lines = [f"%{number}: {layout}" for number, layout in sorted(frame.layouts.items())]
-    lines += [f"handed down {value}: {layout}" for value, layout in frame.lifted]
-    for entry in frame.instructions:
+    lines = [f"%{number}: {layout}" for number, layout in sorted(plan.layouts.items())]
+    lines += [f"handed down {value}: {layout}" for value, layout in plan.lifted]
+    for entry in plan.instructions:
         if isinstance(entry, Redistribution):
             lines.append(f"{entry.value}: {entry.source} -> {entry.target} for {entry.reason}")
             lines += [f"  by {step}" for step in entry.steps]
@@ -179,12 +179,12 @@ def _plan_lines(frame, places):
         if isinstance(entry, CallPlan):
             called = entry.node.child or entry.node.graph.path
             lifted = "".join(f", {value}: {layout}" for value, layout in entry.lifted)
-            lines.append(f"{outputs} = call {called} ({inputs}{lifted}), plan {places.get(entry.frame)}")
+            lines.append(f"{outputs} = call {called} ({inputs}{lifted}), plan {places.get(entry.plan)}")
         else:
             runs = f" by {entry.algorithm} over {', '.join(entry.cut_axes)}" if entry.algorithm else ""
             lines.append(f"{outputs} = {entry.node.operator} ({inputs}), {entry.axes_of}{runs}")
-    trained = ", ".join(f"%{number}" for number in sorted(frame.gradients))
-    return [*lines, f"return {', '.join(map(str, frame.results))}", f"trained: {trained}"]
+    trained = ", ".join(f"%{number}" for number in sorted(plan.gradients))
+    return [*lines, f"return {', '.join(map(str, plan.results))}", f"trained: {trained}"]
 
 
 def _compare(graph, saved, found):

@@ -65,10 +65,10 @@ def choice_within(settings, program, boundaries=(), swapped=frozenset(), is_part
 
     def not_kept(dropped):
         again = prediction.recomputed(dropped)
-        return bytes_not_kept(links_of(program.frame), again, prediction.saved(), prediction.saved(dropped))
+        return bytes_not_kept(links_of(program.plan), again, prediction.saved(), prediction.saved(dropped))
 
     return choose(
-        program.frame,
+        program.plan,
         settings.budget,
         prediction.saved_bytes,
         prediction.recomputed,
@@ -79,7 +79,7 @@ def choice_within(settings, program, boundaries=(), swapped=frozenset(), is_part
     )
 
 
-def choose(frame, budget, saved_bytes, recomputed, not_kept, price, keep=(), is_part=False):
+def choose(plan, budget, saved_bytes, recomputed, not_kept, price, keep=(), is_part=False):
     """The `Choice` with the fewest recomputed operations found that saves at most the part `budget` of all bytes.
 
     Instructions at the same position of equal layers are treated alike, unless the budget lies between two such sets:
@@ -88,7 +88,7 @@ def choose(frame, budget, saved_bytes, recomputed, not_kept, price, keep=(), is_
     Deep Nets with Sublinear Memory Cost", 2016; `pareto` and `knapsack` have the algorithms.
 
     Args:
-        frame: the `CellPlan` of the root.
+        plan: the `CellPlan` of the root.
         budget: part of the saved bytes that may stay, above 0 and at most 1.
         saved_bytes: (frozenset of dropped keys) -> saved bytes.
         recomputed: (frozenset of dropped keys) -> the subset that the backward pass recomputes.
@@ -101,7 +101,7 @@ def choose(frame, budget, saved_bytes, recomputed, not_kept, price, keep=(), is_
         ValueError: no set fits the budget; the text has the least budget. For an evaluation program, which saves
             nothing without gradients, and for a pipeline stage, the text becomes the `problem` of the `Choice`.
     """
-    links = links_of(frame)
+    links = links_of(plan)
     measured = Measured(saved_bytes, recomputed, price)
     all_bytes = measured.nbytes(frozenset())
     limit = math.floor(all_bytes * budget + 1e-6)
@@ -113,7 +113,7 @@ def choose(frame, budget, saved_bytes, recomputed, not_kept, price, keep=(), is_
     if least > limit:
         whose = "this stage" if is_part else "this model"
         problem = out_of_reach(budget, least, all_bytes, "", whose)
-        if frame.graph.training and not is_part:
+        if plan.graph.training and not is_part:
             raise ValueError(problem)
         return replace(_choice(frozenset(), links, measured, not_kept), problem=problem, least_bytes=least)
     chosen = frozenset() if all_bytes <= limit else _within(limit, links, measured)

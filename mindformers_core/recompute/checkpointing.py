@@ -2,7 +2,7 @@
 
 from mindspore import Parameter, nn, ops, recompute as mindspore_recompute
 
-from mindformers_core.dtensor.move import dtype_name
+from mindformers_core.dtypes import dtype_name
 from mindformers_core.operators.signature import is_float
 
 

@@ -65,12 +65,12 @@ def list_operators(cell, *inputs, **named_inputs):
     Raises:
         TypeError: `cell` isn't sharded.
     """
-    frame = _plan(cell, inputs, named_inputs)
-    saved, cells, names = Counter(), Counter(), operator_names(frame)
-    for tensor in Prediction(frame, algorithm_of).saved():
+    plan = _plan(cell, inputs, named_inputs)
+    saved, cells, names = Counter(), Counter(), operator_names(plan)
+    for tensor in Prediction(plan, algorithm_of).saved():
         saved[tensor.owner] += tensor.nbytes
     listed = OperatorList(ListedOperator(e.text, e.operator, saved[e.place.key], _others(e)) for e in names)
-    for key, path in called_cells(frame):
+    for key, path in called_cells(plan):
         cells[path] += sum(nbytes for other, nbytes in saved.items() if other[: len(key)] == key)
     tree, root = tree_and_path(cell)
     paths = {path: joined_path(root, path) for path in cells if path}
@@ -89,9 +89,9 @@ def _plan(cell, inputs, named_inputs):
     """The `CellPlan` of a call; without a program, one that needs no match of patterns, which may be wrong."""
     tree, path = tree_and_path(cell)
     if not tree.activations.is_active:
-        return prepare(cell, *inputs, **named_inputs).frame
+        return prepare(cell, *inputs, **named_inputs).plan
     program = tree.known_program(path, inputs, named_inputs)
-    return plan_call(tree, path, inputs, named_inputs)[1] if program is None else program.frame
+    return plan_call(tree, path, inputs, named_inputs)[1] if program is None else program.plan
 
 
 def write_curve(cell, path):
@@ -115,12 +115,12 @@ def write_curve(cell, path):
     policy = tree.activations
     if not policy.is_active or policy.settings.budget is None:
         raise ValueError(f"{tree.label('')} has no budget: call recompute(cell, budget=0.5) with it before")
-    frame = next((each.frame for each in reversed(tree.programs.values()) if each.frame in policy.choices), None)
-    if frame is None:
+    plan = next((each.plan for each in reversed(tree.programs.values()) if each.plan in policy.choices), None)
+    if plan is None:
         raise ValueError(f"{tree.label('')} has no program yet: call it, or prepare(cell, *inputs), before")
-    choice = policy.choices[frame]
+    choice = policy.choices[plan]
     if choice.problem:
         raise ValueError(choice.problem)
     write_whole(path, curve_picture(choice))
-    head, *table = described(choice, operator_texts(frame))
+    head, *table = described(choice, operator_texts(plan))
     return "\n".join([f"recompute, budget {policy.settings.budget:g}: {head}", *(f"  {line}" for line in table)])

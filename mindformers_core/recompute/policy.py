@@ -68,15 +68,15 @@ class ChosenActivations(ActivationPolicy):
             path for path in self._cells if not any(cell_lies_in(path, other) for other in self._cells if other != path)
         ]
 
-    def annotate(self, path, frame, compiled):
+    def annotate(self, path, plan, compiled):
         """See `ActivationPolicy`."""
-        program = NamedProgram(frame, path, self.layers, algorithm_of, not self.tree.storage.takes_gradients)
+        program = NamedProgram(plan, path, self.layers, algorithm_of, not self.tree.storage.takes_gradients)
         if not path:
             self._summary = stage_summary(self.settings, self.swapping, self.layers, self.tree.cells, program)
-            if frame.graph.training:  # in evaluation patterns may match nothing
+            if plan.graph.training:  # in evaluation patterns may match nothing
                 self._check_matches()
         if compiled is not None:
-            return self._compiled_frame(program, compiled)
+            return self._compiled_plan(program, compiled)
         swapped = swapped_keys(self.swapping, program)
         keys, choice = self._chosen(program, swapped)
         both = [key for key in swapped if key in keys]
@@ -84,12 +84,12 @@ class ChosenActivations(ActivationPolicy):
         keepers = dict.fromkeys(keys, Keeper(*_RECOMPUTED, takes_collectives=self.settings.mp_comm_recompute))
         for key, prefetch in swapped.items():
             keepers[key] = Keeper(_ON_HOST, f"on_host_{prefetch}", f"OnHost(prefetch={prefetch})")
-        frame = annotate(frame, keepers)
+        plan = annotate(plan, keepers)
         if choice is not None:
-            self.choices[frame] = choice
-        return frame
+            self.choices[plan] = choice
+        return plan
 
-    def _compiled_frame(self, program, compiled):
+    def _compiled_plan(self, program, compiled):
         """The `CellPlan` of a compiled function with recomputed Cells."""
         self._check_compilable()
         for each in self.settings.requests:
@@ -107,9 +107,9 @@ class ChosenActivations(ActivationPolicy):
                 )
         for inner in () if compiled else self._cells:
             self.tree.cells[inner]._recompute(True, False)  # what recompute() does for graphs, not for PyNative
-        frame = program.frame if compiled else unshared(program.frame)  # else MindSpore confuses collectives in them
-        self._compiled[frame] = program.path, compiled
-        return frame
+        plan = program.plan if compiled else unshared(program.plan)  # else MindSpore confuses collectives in them
+        self._compiled[plan] = program.path, compiled
+        return plan
 
     def _check_compilable(self):
         check_compilable(self.settings, self.swapping)
@@ -128,7 +128,7 @@ class ChosenActivations(ActivationPolicy):
         else:
             choice = choice_within(self.settings, program, units, frozenset(swapped), self.is_part)
             keys = choice.dropped
-            if program.frame.graph.training:
+            if program.plan.graph.training:
                 self._summary["short"] = [choice.least_bytes, choice.all_bytes] if choice.problem else None
             if not choice.problem:
                 label, lines = self.tree.label(program.path), described(choice, program.texts)
@@ -149,7 +149,7 @@ class ChosenActivations(ActivationPolicy):
         """See `ActivationPolicy`."""
         self._check_gathers()
         program = next(reversed(self.tree.programs.values()), None)
-        choice = None if program is None else self.choices.get(program.frame)
+        choice = None if program is None else self.choices.get(program.plan)
         if choice is not None and choice.problem:
             raise ValueError(choice.problem)
         if self._summary["found"] is not None:
@@ -187,15 +187,15 @@ class ChosenActivations(ActivationPolicy):
         kept = self.settings.parallel_optimizer_comm_recompute is False
         return kept and any(f"{path}.".startswith(f"{unit}.") for path in self._recomputed)
 
-    def explained(self, frame, path=""):
+    def explained(self, plan, path=""):
         """See `ActivationPolicy`."""
         arguments_need = not self.tree.storage.takes_gradients
-        if frame in self._compiled:
-            called, compiled = self._compiled[frame]
-            again, units = (calls_of(frame, called, cells) for cells in compiled or (self.recomputed_cells, ()))
-            cells = [key for key, how in calls_alone(frame, again, units).items() if how == "again"]
-            return explained_cells(frame, cells, bool(compiled), algorithm_of, path, arguments_need)
-        return explained_activations(frame, _RECOMPUTED[1], algorithm_of, path, arguments_need, self.swapping.is_on)
+        if plan in self._compiled:
+            called, compiled = self._compiled[plan]
+            again, units = (calls_of(plan, called, cells) for cells in compiled or (self.recomputed_cells, ()))
+            cells = [key for key, how in calls_alone(plan, again, units).items() if how == "again"]
+            return explained_cells(plan, cells, bool(compiled), algorithm_of, path, arguments_need)
+        return explained_activations(plan, _RECOMPUTED[1], algorithm_of, path, arguments_need, self.swapping.is_on)
 
     def calling(self):
         """See `ActivationPolicy`."""

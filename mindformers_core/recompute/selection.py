@@ -24,13 +24,13 @@ class NamedProgram:
     """A program with all names that patterns match, collected once.
 
     Args:
-        frame: its `CellPlan`.
+        plan: its `CellPlan`.
         path: path of the root Cell of the program.
         layers: the result of `layers_of`.
         algorithm, arguments_need: see `Prediction`.
 
     Attributes:
-        frame, path, layers, algorithm: the arguments.
+        plan, path, layers, algorithm: the arguments.
         places: its `Instruction`s in order.
         names: its `OperatorName`s.
         texts: key of an instruction -> its name as text.
@@ -39,13 +39,13 @@ class NamedProgram:
         prediction: its `Prediction`.
     """
 
-    def __init__(self, frame, path="", layers=None, algorithm=None, arguments_need=True):
-        self.frame, self.path, self.layers, self.algorithm = frame, path, layers or {}, algorithm
-        self.places, self.names = operators_in_order(frame), operator_names(frame, path)
+    def __init__(self, plan, path="", layers=None, algorithm=None, arguments_need=True):
+        self.plan, self.path, self.layers, self.algorithm = plan, path, layers or {}, algorithm
+        self.places, self.names = operators_in_order(plan), operator_names(plan, path)
         self.texts = {name.place.key: name.text for name in self.names}
-        self.cells = [(key, joined_path(path, inner)) for key, inner in called_cells(frame)]
+        self.cells = [(key, joined_path(path, inner)) for key, inner in called_cells(plan)]
         self.closed = {place.key for place in self.places if isinstance(place.entry, CallPlan)}
-        self.prediction = Prediction(frame, algorithm, arguments_need)
+        self.prediction = Prediction(plan, algorithm, arguments_need)
 
     def match(self, request):
         """The `Match` of a `Request`; without a pattern, one of the calls of all its layers.
@@ -96,7 +96,7 @@ class NamedProgram:
     @cached_property
     def _nameless(self):
         """Redistributions without names, in order: `(key, keys of their producers)`."""
-        named, producers = {name.place.key for name in self.names}, links_of(self.frame).producers
+        named, producers = {name.place.key for name in self.names}, links_of(self.plan).producers
         moves = [place.key for place in self.places if isinstance(place.entry, Redistribution)]
         return [(key, producers[key]) for key in moves if key not in named]
 
@@ -136,12 +136,12 @@ def kept_keys(settings, program, boundaries=()):
 def written_by(place):
     """The paths of the Parameters that an instruction writes, from the program's Cell; a set."""
     node = getattr(place.entry, "node", None)
-    writes = place.entry.frame is None and node is not None and facts_of(getattr(node, "operator", "")).writes
+    writes = place.entry.plan is None and node is not None and facts_of(getattr(node, "operator", "")).writes
     return _parameters_among(place, node.args[:1]) if writes else set()
 
 
 def _parameters_among(place, values):
-    uses = [use for use in place.frame.graph.parameters if use.value in values]
+    uses = [use for use in place.plan.graph.parameters if use.value in values]
     return {use.path if use.local is None else joined_path(place.path, use.local) for use in uses}
 
 

@@ -2,10 +2,10 @@
 
 from mindspore import Tensor
 
-from mindformers_core.dtensor.aliases import check_current
 from mindformers_core.dtensor.dtensor import DTensor, borrowed, wrap
-from mindformers_core.dtensor.move import dtype_name
+from mindformers_core.dtypes import dtype_name
 from mindformers_core.layout import Layout, bind_layout
+from mindformers_core.lowering.aliases import check_current
 from mindformers_core.operators import tensor_meta
 from mindformers_core.program.structure import call_signature, tree_map
 from mindformers_core.propagation.boundaries import Declaration, boundary_target, check_outputs, no_tensor

@@ -36,31 +36,31 @@ def _numbered(program):
     """(Cell path, line of the module) -> (its description, the numbers of the line)."""
     sites, numbers = {}, count(1)
 
-    def visit(path, frame, graph):
-        called, written = called_graphs(frame, graph), program.source.sites[program.source.functions[frame]]
+    def visit(path, plan, graph):
+        called, written = called_graphs(plan, graph), program.source.sites[program.source.functions[plan]]
         lines = grouped((place, line) for line, place in written)
-        for place, entry in enumerate(frame.instructions):
+        for place, entry in enumerate(plan.instructions):
             for line in lines.get(place, ()):
-                described = f"{path or 'the root Cell'}{_consumer(frame, place, entry)}"
+                described = f"{path or 'the root Cell'}{_consumer(plan, place, entry)}"
                 sites.setdefault((path, line), (described, []))[1].append(next(numbers))
-            if entry.frame is not None:
+            if entry.plan is not None:
                 call, inner = next(each for each in called if each[0] is entry)
-                visit(joined_path(program.path, inner.path), call.frame, inner)
+                visit(joined_path(program.path, inner.path), call.plan, inner)
 
     visit(program.path, program.generated, program.graph)
     return sites
 
 
-def _consumer(frame, place, entry):
+def _consumer(plan, place, entry):
     """What a collective is for, and the line of the user's code."""
     if not isinstance(entry, Redistribution):
         reason, node = entry.node.operator, entry.node
     else:
         reason = "output" if entry.reason.kind == "output" else entry.reason
-        later, moved = frame.instructions[place + 1 :], (entry.value, entry.target)
+        later, moved = plan.instructions[place + 1 :], (entry.value, entry.target)
         later = [other for other in later if not isinstance(other, Redistribution)]
         consumers = (other.node for other in later if moved in (*other.consumed, *getattr(other, "lifted", ())))
-        producers = (node for node in frame.graph.nodes if entry.value in tree_leaves(node.outputs))
+        producers = (node for node in plan.graph.nodes if entry.value in tree_leaves(node.outputs))
         node = next(chain(consumers, producers), None)
     source = f", {(node.source or 'unknown line').rpartition('/')[2]}" if node else ""
     return f" ({reason}){source}"

@@ -20,7 +20,7 @@ from mindspore.ops.primitive import PrimitiveWithInfer
 
 from mindformers_core.communication.world import process_state, world
 from mindformers_core.dtensor.dtensor import DTensor
-from mindformers_core.dtensor.move import dtype_name
+from mindformers_core.dtypes import dtype_name
 from mindformers_core.operators import TensorMeta
 from mindformers_core.program.structure import tree_leaves
 from mindformers_core.sharding.first_inputs import compare_inputs
@@ -111,10 +111,10 @@ def _eager_error(tree, path):
     )
 
 
-def kept_error(frame, kept, why):
+def kept_error(plan, kept, why):
     """The error message for a Cell that keeps tensors in attributes, where they would have no gradient."""
     return (
-        f"{frame.graph.label} keeps a tensor in its attribute '{kept.name}', at {kept.source}, and {why}, so that it "
+        f"{plan.graph.label} keeps a tensor in its attribute '{kept.name}', at {kept.source}, and {why}, so that it "
         "would have no gradient: return the tensor"
     )
 
@@ -258,7 +258,7 @@ def _compare_inputs(tree, path, args, kwargs):
     (*_, program) = tree.programs.values()
     if not tree.check_inputs or path != "" or not program.communicates:
         return
-    layouts = [program.frame.layouts[value.id] for value in program.inputs]
+    layouts = [program.plan.layouts[value.id] for value in program.inputs]
     shards = {axis: layout.placement(axis) for layout in layouts for dim in layout.axes for axis in dim}
     tensors = [leaf for leaf in tree_leaves((args, kwargs), ms.Tensor) if type(leaf) is ms.Tensor]
     inputs = [(f"argument {place}", tensor) for place, tensor in enumerate(tensors)]

@@ -11,7 +11,7 @@ import numpy as np
 
 from mindformers_core.capture.open_call import contents_of
 from mindformers_core.communication.messages import gather_values
-from mindformers_core.dtensor.move import dtype_name
+from mindformers_core.dtypes import dtype_name
 from mindformers_core.hints import first_of
 from mindformers_core.placement import Replicate, Shard
 

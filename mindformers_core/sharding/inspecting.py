@@ -19,13 +19,13 @@ def prepare(cell, *inputs, saved_plan=None, compiled=False, **named_inputs):
         cell: a Cell of a sharded tree.
         inputs, named_inputs: the arguments of the call, this rank's parts; of tensors only shapes and dtypes are used,
             and a `TensorMeta` can stand for one.
-        saved_plan: a file written by `save_plan(program.frame, path)`, whose choices the propagation repeats; or a
+        saved_plan: a file written by `save_plan(program.plan, path)`, whose choices the propagation repeats; or a
             function of the captured `CellGraph` that returns its plan, with keepers. Default: propagate, unless there
             is a program for such inputs.
         compiled: whether the program is for a compiled function; only under `recompute()` a different one.
 
     Returns:
-        The `Program`: `.file` is the generated module, `.frame` the plan.
+        The `Program`: `.file` is the generated module, `.plan` the plan.
 
     Raises:
         TypeError: `cell` isn't sharded. ValueError: it runs eagerly, or can't be captured (`CaptureError`);
@@ -68,11 +68,11 @@ def explain(cell, *inputs, html=None, **named_inputs):
     """
     tree, path = tree_and_path(cell)
     whole, inner = _plan(cell, inputs, named_inputs)
-    frame = dict(reversed([*whole.walk()]))[inner]
+    plan = dict(reversed([*whole.walk()]))[inner]
     needed = bool(inner) or not tree.storage.takes_gradients
     activations = replace(tree.activations.explained(whole, inner), arguments_need=needed)
     (stored, *step), kept = (tree.storage.explained(), activations.lines) if path == "" else (((),), ())
-    report = make_report(frame, algorithm_of, activations, *step)
+    report = make_report(plan, algorithm_of, activations, *step)
     if html is not None:
         Path(html).write_text(page(report, tree.label(path), stored, kept), encoding="utf-8")
     return explain_plan(report, [*stored, *kept])
@@ -91,18 +91,18 @@ def explain_activations(cell, *inputs, **named_inputs):
     tree = tree_of(cell)
     if not tree.activations.is_active:
         return ()
-    frame, _ = _plan(cell, inputs, named_inputs)
+    plan, _ = _plan(cell, inputs, named_inputs)
     tree.activations.validate_for_backward()
-    return tree.activations.explained(frame).lines
+    return tree.activations.explained(plan).lines
 
 
 def _plan(cell, inputs, named_inputs):
     """`(CellPlan, path in it of the Cell)`: of a call, or without inputs of the last program with this Cell."""
     if inputs or named_inputs:
-        return prepare(cell, *inputs, **named_inputs).frame, ""
+        return prepare(cell, *inputs, **named_inputs).plan, ""
     tree, path = tree_and_path(cell)
     for program in reversed(tree.programs.values()):
-        for inner, _ in program.frame.walk():
+        for inner, _ in program.plan.walk():
             if joined_path(program.path, inner) == path:
-                return program.frame, inner
+                return program.plan, inner
     raise ValueError(f"{tree.label(path)} has no program yet: give explain() inputs, or call the Cell before")

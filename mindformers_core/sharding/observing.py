@@ -32,7 +32,7 @@ class ProgramObserver(Observer):
         tree, path = tree_and_path(cell)
         program = next(each for each in tree.programs.values() if each.source is source)
         seen = source.observed[number]
-        graphs = program.calls_by_plan[path, seen.frame]
+        graphs = program.calls_by_plan[path, seen.plan]
         place = self._pass, self._direction, id(tree), path, id(source), number
         self._seen[place] += 1
         if self._direction != "backward" or len(graphs) == 1:

@@ -9,7 +9,7 @@ from mindspore import Tensor, dtype as mstype, ops
 
 from mindformers_core.communication.world import process_state
 from mindformers_core.dtensor.dtensor import DTensor
-from mindformers_core.dtensor.move import dtype_name
+from mindformers_core.dtypes import dtype_name
 from mindformers_core.operators.signature import is_float
 from mindformers_core.program.structure import tree_map
 

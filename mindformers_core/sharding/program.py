@@ -14,7 +14,7 @@ from mindformers_core.capture.capture import capture_with_state
 from mindformers_core.capture.python_state import PythonState
 from mindformers_core.communication.world import process_state
 from mindformers_core.dtensor.dtensor import DTensor, wrap
-from mindformers_core.dtensor.move import dtype_name
+from mindformers_core.dtypes import dtype_name
 from mindformers_core.generation.load import load_module
 from mindformers_core.generation.module_source import ModuleSource
 from mindformers_core.grouping import grouped
@@ -41,8 +41,8 @@ class Program:
         name: the method of the called Cell that runs it.
         path: of the called Cell.
         signature: its key, see `describe`.
-        frame: its `CellPlan`.
-        generated: the `CellPlan` of the generated module: `frame`, or its partition where parts are compiled alone.
+        plan: its `CellPlan`.
+        generated: the `CellPlan` of the generated module: `plan`, or its partition where parts are compiled alone.
         graph: the captured `CellGraph`.
         file: the generated module.
         source: the `ModuleSource`.
@@ -54,7 +54,7 @@ class Program:
     name: str
     path: str
     signature: tuple
-    frame: object
+    plan: object
     generated: object
     graph: object
     file: str
@@ -66,7 +66,7 @@ class Program:
     @property
     def communicates(self):
         """Whether it has collectives, forward or backward."""
-        entries = [entry for _, frame in self.frame.walk() for entry in frame.instructions]
+        entries = [entry for _, plan in self.plan.walk() for entry in plan.instructions]
         return any(getattr(entry, "steps", ()) or getattr(entry, "algorithm", None) for entry in entries)
 
     @property
@@ -78,12 +78,12 @@ class Program:
         """`(Cell path, CellPlan, CellGraph)` of every call of a generated function; calls that share a plan have a
         graph each."""
         calls = walk_graphs(self.generated, self.graph)
-        return [(joined_path(self.path, graph.path), frame, graph) for frame, graph in calls]
+        return [(joined_path(self.path, graph.path), plan, graph) for plan, graph in calls]
 
     @cached_property
     def calls_by_plan(self):
         """(Cell path, CellPlan) -> the `CellGraph`s of the calls, in order."""
-        return grouped(((path, frame), graph) for path, frame, graph in self.calls())
+        return grouped(((path, plan), graph) for path, plan, graph in self.calls())
 
     def wrapped(self, result):
         """The local result as a structure of DTensors."""
@@ -119,14 +119,12 @@ def make_program(tree, path, args, kwargs, signature, saved_plan=None):
         saved_plan: see `prepare`.
     """
     observer, states = process_state().observer, [PythonState()]
-    graph, frame = observer.planned(tree, path, lambda: annotated_plan(tree, path, args, kwargs, saved_plan, states))
-    generated = (
-        partition(frame, *(calls_of(frame, path, cells) for cells in tree.compiling)) if tree.compiling else frame
-    )
-    if generated is not frame:
+    graph, plan = observer.planned(tree, path, lambda: annotated_plan(tree, path, args, kwargs, saved_plan, states))
+    generated = partition(plan, *(calls_of(plan, path, cells) for cells in tree.compiling)) if tree.compiling else plan
+    if generated is not plan:
         check_plan(generated)
-    separate_collectives = generated is not frame or tree.activations.is_active and tree.compiling is not None
-    header, classes = _header(tree, path, graph, frame), _below(path, tree.classes)
+    separate_collectives = generated is not plan or tree.activations.is_active and tree.compiling is not None
+    header, classes = _header(tree, path, graph, plan), _below(path, tree.classes)
     given = generated, classes, tree.function_names, header, tree.deferring, separate_collectives, observer.instruments
     key = generated, *(tuple(each) for each in (classes.items(), sorted(tree.function_names), header)), *given[4:]
     source = observer.generated(key, lambda: ModuleSource(*given))
@@ -137,8 +135,8 @@ def make_program(tree, path, args, kwargs, signature, saved_plan=None):
     _check_kept(tree, path, source.kept)
     functions = {function: getattr(module, function) for function in source.functions.values()}
     values = tree_leaves(graph.result)
-    results = tuple(tensor_meta(v.shape, v.dtype, layout, False) for v, layout in zip(values, frame.results))
-    made = frame, generated, graph, module.__file__, source, functions, results, states[-1]
+    results = tuple(tensor_meta(v.shape, v.dtype, layout, False) for v, layout in zip(values, plan.results))
+    made = plan, generated, graph, module.__file__, source, functions, results, states[-1]
     program = Program(name, path, signature, *made)
     if process_state().watch is not None:
         places = {id(cell): inner for inner, cell in tree.cells.items()}
@@ -148,12 +146,12 @@ def make_program(tree, path, args, kwargs, signature, saved_plan=None):
 
 def _keep(path, entries, cell, number, local):
     """Set an attribute to tensors that a function, of this Cell, has computed, made as final as results."""
-    frame, kept = entries[number]
+    plan, kept = entries[number]
     tree, own = tree_and_path(cell)
     where = (path, kept.path) if kept.local is None else (own, kept.local.strip("."))
 
     def distributed(value, tensor):
-        layout = frame.layouts[value.id]
+        layout = plan.layouts[value.id]
         made = wrap(tensor, tensor_meta(value.shape, value.dtype, layout, False))
         return made.redistribute(layout.contiguous.replace(partial=(), varying=()))
 
@@ -163,19 +161,19 @@ def _keep(path, entries, cell, number, local):
 
 def _check_kept(tree, path, entries):
     """Raise `ValueError` for tensors in attributes that would have no gradient."""
-    for frame, kept in entries:
-        inner = joined_path(path, frame.graph.path)
+    for plan, kept in entries:
+        inner = joined_path(path, plan.graph.path)
         around = [(at, cell) for at, cell in tree.cells.items() if at in ("", inner) or inner.startswith(f"{at}.")]
         again = [tree.label(at) for at, cell in around if cell._recompute_cell]
         if again or tree.compiling:
             why = f"{again[0]} is recomputed" if again else "the Cells of this step are compiled one by one"
-            raise ValueError(kept_error(frame, kept, why))
+            raise ValueError(kept_error(plan, kept, why))
 
 
 def annotated_plan(tree, path, args, kwargs, saved_plan=None, states=None):
     """As `plan_call`; the plan has the keepers of the tree's `ActivationPolicy`, or of a `saved_plan` in memory."""
-    graph, frame = plan_call(tree, path, args, kwargs, saved_plan, states)
-    return graph, frame if callable(saved_plan) else tree.activations.annotate(path, frame, tree.compiling)
+    graph, plan = plan_call(tree, path, args, kwargs, saved_plan, states)
+    return graph, plan if callable(saved_plan) else tree.activations.annotate(path, plan, tree.compiling)
 
 
 def plan_call(tree, path, args, kwargs, saved_plan=None, states=None):
@@ -200,22 +198,22 @@ def plan_call(tree, path, args, kwargs, saved_plan=None, states=None):
     layouts = {value.id: layout for value, (_, _, layout) in zip(values, arriving, strict=True)}
     declarations, parameters = _below(path, tree.declarations), _below(path, tree.parameter_layouts)
     if callable(saved_plan):
-        frame = saved_plan(graph)
+        plan = saved_plan(graph)
     elif saved_plan is not None:
-        frame = load_plan(saved_plan, graph, tree.mesh, layouts, parameters, declarations, final=path == "")
+        plan = load_plan(saved_plan, graph, tree.mesh, layouts, parameters, declarations, final=path == "")
     else:
         model = tree.device_model
-        frame = propagate(graph, tree.mesh, layouts, parameters, declarations, model, path == "", algorithm_of)
-    check_plan(frame, final=path == "")
+        plan = propagate(graph, tree.mesh, layouts, parameters, declarations, model, path == "", algorithm_of)
+    check_plan(plan, final=path == "")
     if not tree.programs:
-        _warn_of_undivided(tree, path, frame)
-    return graph, frame
+        _warn_of_undivided(tree, path, plan)
+    return graph, plan
 
 
-def _warn_of_undivided(tree, path, frame):
+def _warn_of_undivided(tree, path, plan):
     """Warn, once for equal Cells, where tensors are gathered since their sizes don't divide."""
     cells = {}
-    for inner, each in frame.walk():
+    for inner, each in plan.walk():
         for why in {move.reason for move in each.redistributions if move.reason.undivided}:
             cells.setdefault(why, []).append(tree.label(joined_path(path, inner)))
     for why, labels in cells.items():
@@ -275,10 +273,10 @@ def _undeclared(arriving, boundary):
     )
 
 
-def _header(tree, path, graph, frame):
+def _header(tree, path, graph, plan):
     """The docstring of a generated module."""
     inputs = [
-        f"    {value.hint}: {value.described.partition(' ')[2]} as {frame.layouts[value.id]}"
+        f"    {value.hint}: {value.described.partition(' ')[2]} as {plan.layouts[value.id]}"
         for value in tree_leaves(graph.arguments)
     ]
     mode = "training" if graph.training else "evaluation"

@@ -4,11 +4,11 @@ from collections import Counter
 
 from mindspore import DeviceCtx, Parameter, ParameterTuple, mint, nn
 
+from mindformers_core.algorithms.redistribute import model_of_device, redistribute_local
 from mindformers_core.capture.algorithm_graph import algorithm_of
 from mindformers_core.capture.capture import capture
 from mindformers_core.communication import process_state, world
 from mindformers_core.dtensor.dtensor import placed_parameter
-from mindformers_core.dtensor.move import model_of_device, redistribute_local
 from mindformers_core.hints import nearest
 from mindformers_core.layout import Layout, bind_layout
 from mindformers_core.mesh import DeviceMesh

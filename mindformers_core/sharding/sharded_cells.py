@@ -6,10 +6,10 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn
 
 from mindformers_core.capture.traced import failed_site
 from mindformers_core.communication import process_state
-from mindformers_core.dtensor.aliases import adoptions
 from mindformers_core.dtensor.dtensor import DTensor, parameter_meta, parameter_view, wrap
 from mindformers_core.dtensor.interception import draws_by_position
 from mindformers_core.hints import first_of, message_of
+from mindformers_core.lowering.aliases import adoptions
 from mindformers_core.program.structure import tree_leaves
 from mindformers_core.scopes import replaced
 from mindformers_core.sharding.compiling import choose_program

@@ -273,16 +273,16 @@ class ShardedTree:
     def _attach(self, program):
         """Give every Cell that the program calls its function, and the parameters and Cells from elsewhere."""
         calls, names = program.calls(), program.source.functions
-        for path, frame, graph in calls:
-            self._methods[path][names[frame]] = program.functions[names[frame]]
+        for path, plan, graph in calls:
+            self._methods[path][names[plan]] = program.functions[names[plan]]
             for use in graph.parameters:
                 self.storage.on_read(parameter_at(joined_path(program.path, use.path), self.cells), path)
-            for attribute, kind, index in program.source.borrowed.get(frame, ()):
+            for attribute, kind, index in program.source.borrowed.get(plan, ()):
                 if kind == "parameter":
-                    where = parameter_path(frame, graph, index)
+                    where = parameter_path(plan, graph, index)
                     borrowed = parameter_at(joined_path(program.path, where), self.cells)
                 else:
-                    _, called = list(called_graphs(frame, graph))[index]
+                    _, called = list(called_graphs(plan, graph))[index]
                     borrowed = self.cells[joined_path(program.path, called.path)]
                 self.cells[path].__dict__[attribute] = borrowed
         if self.deferring:
@@ -303,12 +303,12 @@ class ShardedTree:
         program = self.programs[self.running]
         names = program.source.functions
         calls = (call[1:] for call in program.calls() if (call[0], names[call[1]]) == (path, function))
-        frame, graph = next(calls)
+        plan, graph = next(calls)
 
         def weight_at(inner):
             return parameter_at(joined_path(program.path, inner), self.cells)
 
-        return frame, weights_of_call(frame, graph, weight_at)
+        return plan, weights_of_call(plan, graph, weight_at)
 
     def forget_programs(self):
         """Drop all programs."""
@@ -329,8 +329,8 @@ class ShardedTree:
             "%s has had more than %d programs, and forgets that for %s: pad inputs to fewer different shapes",
             self.label(path), MOST_PROGRAMS, ", ".join(value.described for value in old.inputs),
         )  # fmt: skip
-        for called, frame, _ in old.calls():
-            self._methods[called].pop(old.source.functions[frame], None)
+        for called, plan, _ in old.calls():
+            self._methods[called].pop(old.source.functions[plan], None)
             self._set_class(called)
 
 

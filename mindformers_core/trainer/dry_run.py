@@ -110,11 +110,11 @@ def _facts_of_rank(recipe, cells, live):
             with ms.DeviceCtx("meta"):
                 net(*(ms.mint.zeros(each.shape, dtype=getattr(ms, each.dtype)) for each in given))
         else:
-            frame = prepare(net, *given, compiled=recipe.context.mode == 0).frame
-            explained, layers = policy.explained(frame), {path for paths in policy.layers.values() for path in paths}
+            plan = prepare(net, *given, compiled=recipe.context.mode == 0).plan
+            explained, layers = policy.explained(plan), {path for paths in policy.layers.values() for path in paths}
             kept += sum(math.prod(each.shape) * ITEM_BYTES[each.dtype] for each in given)
-            kept += Prediction(frame, algorithm_of, arguments_need=False).saved_bytes(explained.dropped)
-            recomputed = max(recomputed, recomputed_at_once(frame, layers, explained.notes))
+            kept += Prediction(plan, algorithm_of, arguments_need=False).saved_bytes(explained.dropped)
+            recomputed = max(recomputed, recomputed_at_once(plan, layers, explained.notes))
             if explained.lines and recipe.parallelism.pipeline_parallel > 1:
                 lines += [f"stage {stage}:", *(f"  {line}" for line in explained.lines)]
             else:

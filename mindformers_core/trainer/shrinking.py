@@ -54,14 +54,14 @@ def planned(recipe, choices=None, forgets=False, taken=lambda stage, *found: fou
         taken: function of the stage and these three, for a recipe with more stages than memory has room for.
     """
 
-    def plan(stage, tree):
+    def plan_stage(stage, tree):
         saved = choices and partial(choices[stage], mesh=tree.mesh)
-        graph, frame = annotated_plan(tree, "", micro_batch(recipe, stage), {}, saved)
+        graph, plan = annotated_plan(tree, "", micro_batch(recipe, stage), {}, saved)
         for constant in (each for call in graph.calls() for each in call.constants if forgets):
             constant.forget()
-        return taken(stage, tree, graph, frame)
+        return taken(stage, tree, graph, plan)
 
-    return _of_stages(recipe, plan)
+    return _of_stages(recipe, plan_stage)
 
 
 def _of_stages(recipe, function):
@@ -74,15 +74,15 @@ def _of_stages(recipe, function):
     return dict(sorted(found.items()))
 
 
-def _choices_of(tree, frame):
+def _choices_of(tree, plan):
     """What a plan decides, whatever the number of equal layers: a set of texts."""
 
     def at(pairs):
         return [(layout.axes, layout.partial, layout.varying, layout.dims == layout.axes) for _, layout in pairs]
 
     stored = [each.plan for each in tree.storage.parameters]
-    found = {f"{re.sub('[0-9]+', '*', plan.path)} {plan.dim} {_kind(plan)}" for plan in stored}
-    for path, inner in {(re.sub("[0-9]+", "*", path), inner) for path, inner in frame.walk()}:
+    found = {f"{re.sub('[0-9]+', '*', each.path)} {each.dim} {_kind(each)}" for each in stored}
+    for path, inner in {(re.sub("[0-9]+", "*", path), inner) for path, inner in plan.walk()}:
         for entry in inner.instructions:
             keeper, how = inner.keepers.get(entry), ""
             if isinstance(entry, Redistribution):
@@ -122,18 +122,18 @@ def _planned_stages(recipe):
     """The `_Stage`s of a recipe; stages that are planned alike share a plan."""
     numbers, known = _layers_of_stages(recipe), {}
 
-    def taken(stage, tree, _, frame):
+    def taken(stage, tree, _, plan):
         gc.collect()  # Cells and plan of the stage before
-        dropped, kept = _layer_kinds(recipe, frame, numbers[stage])
-        decided = _choices_of(tree, frame), tuple(number - numbers[stage][0] for number in kept)
+        dropped, kept = _layer_kinds(recipe, plan, numbers[stage])
+        decided = _choices_of(tree, plan), tuple(number - numbers[stage][0] for number in kept)
         if decided in known:
             return known[decided]._replace(layers=kept)
         outside, tensors = tuple(f"{path}." for path in dropped), set()
-        for entry in {entry for _, inner in frame.walk() for entry in inner.instructions}:
+        for entry in {entry for _, inner in plan.walk() for entry in inner.instructions}:
             tensors |= {(value.shape, layout) for value, layout in (*entry.consumed, *entry.produced)}
         tensors |= {(tuple(each.global_shape), each.layout) for each in tree.cells[""].get_parameters()}
         own = [each.plan for each in tree.storage.parameters if not each.plan.path.startswith(outside)]
-        return known.setdefault(decided, _Stage(kept, decided, partial(resized, frame, dropped=dropped), own, tensors))
+        return known.setdefault(decided, _Stage(kept, decided, partial(resized, plan, dropped=dropped), own, tensors))
 
     return list(planned(recipe, forgets=True, taken=taken).values())
 
@@ -181,10 +181,10 @@ def shrunk_recipe(recipe):
     )
 
 
-def _layer_kinds(recipe, frame, numbers):
+def _layer_kinds(recipe, plan, numbers):
     """Paths of the layers of a stage that are like others, in plan and settings, and numbers of at least two others."""
     layers, first = {}, {}  # path of a CellList -> number -> `CellPlan`s; kind of a layer -> number
-    for path, inner in frame.walk():
+    for path, inner in plan.walk():
         prefix, _, name = path.rpartition(".")
         if name.isdigit() and not re.search(r"\d", prefix):
             layers.setdefault(prefix, {}).setdefault(int(name), []).append(inner)
@@ -194,8 +194,8 @@ def _layer_kinds(recipe, frame, numbers):
     named = [recipe.recompute.full, *(entry.layers for entry in (*recipe.swap.layer_swap, *recipe.swap.op_swap))]
     for number in numbers:
         asked = tuple(number in each for each in named if isinstance(each, tuple))
-        frames = tuple(each for found in layers.values() for each in found[number])  # equal layers share a plan
-        first.setdefault((asked, frames), number)
+        plans = tuple(each for found in layers.values() for each in found[number])  # equal layers share a plan
+        first.setdefault((asked, plans), number)
     few = numbers[:_LAYERS] if recipe_mesh(recipe).size <= _LAYERS and recipe.parallelism.pipeline_parallel == 1 else ()
     kept = tuple(first.values()) if len(first) > 1 else tuple(sorted({numbers[0], *few[:-1], numbers[-1]}))
     return frozenset(f"{prefix}.{number}" for prefix in layers for number in {*numbers} - {*kept}), kept
@@ -204,12 +204,12 @@ def _layer_kinds(recipe, frame, numbers):
 def _plans(recipe, stages):
     """The plans of a small recipe; `ValueError` where `hsdp()` shards parameters otherwise than in the large one."""
     plans = {}
-    for stage, (tree, graph, frame) in planned(recipe, [each.plan for each in stages]).items():
-        plans[stage, tree.mesh] = graph, frame
+    for stage, (tree, graph, plan) in planned(recipe, [each.plan for each in stages]).items():
+        plans[stage, tree.mesh] = graph, plan
         for large, stored in zip(stages[stage].parameters, tree.storage.parameters, strict=True):
             small = stored.plan
             if large.dim != small.dim or _kind(large) != _kind(small):
-                shown = [plan.reason or f"along dim {plan.dim}" for plan in (large, small)]
+                shown = [each.reason or f"along dim {each.dim}" for each in (large, small)]
                 raise ValueError(f"hsdp() shards '{large.path}' {shown[0]}, and {shown[1]} at small sizes")
     return plans
 

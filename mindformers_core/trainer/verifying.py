@@ -32,7 +32,7 @@ def verify_recipe(recipe, full=False):
     """
     given, recipe = recipe, replace(recipe, context=replace(recipe.context, mode=1, engine="generated"))
     if full:
-        plans = {(stage, tree.mesh): (graph, frame) for stage, (tree, graph, frame) in planned(recipe).items()}
+        plans = {(stage, tree.mesh): (graph, plan) for stage, (tree, graph, plan) in planned(recipe).items()}
     else:
         print(f"planning on {recipe_mesh(recipe).size:,} ranks, at their own sizes …", file=sys.stderr, flush=True)
         recipe, plans = shrunk_recipe(recipe)

@@ -164,11 +164,11 @@ class Check:
         if what == "gradient" and (value is None or tensor is None):
             return  # a Parameter's, or another name's of the same tensor; or none came
         if value is None:  # a weight that a Cell above passes on
-            used = [n for n, use in enumerate(seen.frame.graph.parameters) if use.value.id == seen.value.id]
+            used = [n for n, use in enumerate(seen.plan.graph.parameters) if use.value.id == seen.value.id]
             if not used:
                 return  # a tensor of another call that is handed on, and was compared there
             graph = next(each for each in self.truth.graphs[stage].calls() if each.call == call)
-            value = self.truth.parameters[parameter_path(seen.frame, graph, used[0])].asnumpy()
+            value = self.truth.parameters[parameter_path(seen.plan, graph, used[0])].asnumpy()
         slack = self.allowances.get(id(value), 0.0)
         if what == "gradient":
             terms, value = gradient_terms(seen.layout), np.broadcast_to(value, seen.value.shape)

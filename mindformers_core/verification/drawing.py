@@ -3,8 +3,8 @@
 import mindspore as ms
 from mindspore import Tensor, dtype as mstype
 
+from mindformers_core.algorithms.draws import drawn_by, whole_context
 from mindformers_core.communication.world import process_state
-from mindformers_core.dtensor.draws import drawn_by, whole_context
 from mindformers_core.operators.registry import facts_of
 from mindformers_core.program.structure import tree_leaves
 from mindformers_core.propagation.operators import operator_signature

@@ -12,9 +12,9 @@ from mindspore import Tensor, ops
 
 from mindformers_core.communication.simulated import SimulatedRanks
 from mindformers_core.communication.world import process_state
-from mindformers_core.dtensor.corrected import CORRECTED
-from mindformers_core.dtensor.move import dtype_name
+from mindformers_core.dtypes import dtype_name
 from mindformers_core.hints import listed
+from mindformers_core.lowering.corrected import CORRECTED
 from mindformers_core.operators import facts_of, is_float
 from mindformers_core.passes.thread_tape import custom_gradients
 from mindformers_core.program.graph import OperatorNode

@@ -6,7 +6,7 @@ from traceback import walk_tb
 from mindspore import Tensor
 from mindspore._c_expression import Cell_, MixedPrecisionType
 
-from mindformers_core.dtensor.move import dtype_name
+from mindformers_core.dtypes import dtype_name
 from mindformers_core.operators.signature import is_float
 from mindformers_core.program.graph import ParameterUse
 from mindformers_core.sharding.observing import ProgramObserver, parameter_paths
@@ -74,7 +74,7 @@ class RankObserver(ProgramObserver):
 
     def generated(self, key, generate):
         """See `Observer`: ranks of one mesh share their source, too, but for constants of distributed algorithms."""
-        entries = (entry for _, frame in key[0].walk() for entry in frame.instructions)
+        entries = (entry for _, plan in key[0].walk() for entry in plan.instructions)
         key += (self.rank,) if any(getattr(entry, "algorithm", None) for entry in entries) else ()
         if key not in self.check.sources:
             self.check.sources[key] = generate()
@@ -116,11 +116,11 @@ class RankObserver(ProgramObserver):
     def computed(self, tree, program, path, graph, turn, seen, tensor):
         """Compare a tensor, and later its gradient."""
         stage = self.stages[id(tree)]
-        self.check.roots[stage, tree.mesh] = program.frame
+        self.check.roots[stage, tree.mesh] = program.plan
         at = (stage, self._pass), graph.call, seen, path, program.file
         self.check.compare(self.rank, "value", at, seen.layout, tensor)
         layout = gradient_layout(seen.layout)
-        is_given = isinstance(seen.entry, ParameterUse | None) or seen.frame.layouts[seen.value.id] != seen.layout
+        is_given = isinstance(seen.entry, ParameterUse | None) or seen.plan.layouts[seen.value.id] != seen.layout
         is_flowing = self._direction == "forward" and tensor._requires_grad and not is_known(tensor)
         if is_flowing and not is_given and layout is not None:
             tensor.register_hook(lambda gradient: self.check.compare(self.rank, "gradient", at, layout, gradient))

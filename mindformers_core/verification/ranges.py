@@ -8,8 +8,9 @@ from functools import partial
 import numpy as np
 from mindspore import Tensor
 
+from mindformers_core.algorithms.distributed_operators import run_locally
+from mindformers_core.algorithms.shard_context import shard_context
 from mindformers_core.capture.algorithm_graph import called_node
-from mindformers_core.dtensor.distributed_operators import run_locally, shard_context
 from mindformers_core.operators.registry import facts_of
 from mindformers_core.program.structure import Value, tree_fill, tree_leaves
 from mindformers_core.verification.comparison import close, expected_part, largest
@@ -27,8 +28,8 @@ def range_cases(truth, plans):
         plans: (number of a stage, mesh of its Cell) -> `(CellGraph, CellPlan)`.
     """
     calls, cases, label = [OperatorCalls(name) for name in ("float16", "float64")], {}, next(iter(truth.outputs))
-    for (stage, mesh), (_, frame) in plans.items():
-        for call, entry in ((inner.graph.call, each) for _, inner in frame.walk() for each in inner.instructions):
+    for (stage, mesh), (_, plan) in plans.items():
+        for call, entry in ((inner.graph.call, each) for _, inner in plan.walk() for each in inner.instructions):
             is_cut = getattr(entry, "algorithm", None) and not any(layout.partial for layout in entry.inputs)
             if is_cut and not facts_of(entry.node.operator).draws:
                 key = stage, mesh, entry.node.operator, entry.algorithm, entry.inputs, tuple(entry.local_shapes)

@@ -32,8 +32,8 @@ def fault_lines(fault, others, mesh, roots):
     place = f" {fault.rank} ({coordinates})"
     if partial:  # a rank's term alone has no value on one card
         place = f"s {first_of(_holders(fault, partial))}, in what their terms make together"
-    frames = list(dict.fromkeys(frame for root in roots for _, frame in root.walk()))
-    lines = [f"the first is on rank{place}: {_what(fault)}", *_place_lines(fault, frames)]
+    plans = list(dict.fromkeys(plan for root in roots for _, plan in root.walk()))
+    lines = [f"the first is on rank{place}: {_what(fault)}", *_place_lines(fault, plans)]
     if fault.layout is not None:
         lines.append(f"  layout    {fault.value.dtype} {list(fault.value.shape)} {fault.layout}")
     kind = kind_of_fault(fault, others, mesh)
@@ -57,37 +57,37 @@ def _what(fault):
     return text + passed + (f", stage {stage}" if stage else "")
 
 
-def _place_lines(fault, frames):
+def _place_lines(fault, plans):
     """Where a tensor is produced, and, of a gradient, consumed."""
     _, _, seen, path, file = fault.at
     if seen is None:
-        users = listed(map(_shown, _users(path, np.shape(fault.value), frames)), _SHOWN)
+        users = listed(map(_shown, _users(path, np.shape(fault.value), plans)), _SHOWN)
         used = f"  used by   {users}"
         return [f"  bucket    {file}"] if file else [used] if fault.what == "weight gradient" and users else []
-    cell = f"  Cell      '{path}' ({seen.frame.graph.class_name.rpartition('.')[2]})"
+    cell = f"  Cell      '{path}' ({seen.plan.graph.class_name.rpartition('.')[2]})"
     if isinstance(seen.entry, ParameterUse):
         return [cell, f"  parameter '{seen.entry.path}', as the Cell gets it"]
     if seen.entry is None:
         return [cell, "  argument  as the Cell gets it"]
     made = f"{_shown(seen.entry)}; {_generated(seen, file)}"
     if fault.what == "gradient":
-        consumers = map(_shown, _consumers(seen.frame, seen.value, seen.layout, frames, path))
+        consumers = map(_shown, _consumers(seen.plan, seen.value, seen.layout, plans, path))
         used = listed(consumers, _SHOWN) or "the caller"
         return [cell, f"  made by   {made}", f"  used by   {used}: their gradients agree before"]
     inputs = "; ".join(f"{value.hint} {list(value.shape)} {layout}" for value, layout in seen.entry.consumed)
     return [cell, f"  operator  {made}", f"  inputs    {inputs}: all that were compared agree"]
 
 
-def _users(path, shape, frames):
+def _users(path, shape, plans):
     """The instructions that take a parameter; alike Cells share a `CellPlan`, which has the path in one of them."""
-    uses = [(frame, use) for frame in frames for use in frame.graph.parameters]
+    uses = [(plan, use) for plan in plans for use in plan.graph.parameters]
     tests = (
         lambda use: use.path == path,
         lambda use: any_layer(use.path) == any_layer(path),
         lambda use: use.local and f".{path}".endswith(f".{use.local}") and tuple(use.value.shape) == shape,
     )
     found = next(filter(None, ([pair for pair in uses if is_it(pair[1])] for is_it in tests)), ())
-    return [entry for frame, use in found for entry in _consumers(frame, use.value, frame.layouts[use.value.id])]
+    return [entry for plan, use in found for entry in _consumers(plan, use.value, plan.layouts[use.value.id])]
 
 
 def _shown(entry):
@@ -100,20 +100,20 @@ def _shown(entry):
     return f"{entry.node.operator}{algorithm}, {entry.node.source}"
 
 
-def _consumers(frame, value, layout, frames=(), path=""):
+def _consumers(plan, value, layout, plans=(), path=""):
     """The instructions that take a tensor, also behind its redistributions, and where the call of `path` returns it."""
     found = []
-    for entry in frame.instructions:
+    for entry in plan.instructions:
         if (value, layout) in entry.consumed:
             found.append(entry)
             if isinstance(entry, Redistribution):
-                found += _consumers(frame, value, entry.target, frames, path)
-    places = [place for place, leaf in enumerate(tree_leaves(frame.graph.result)) if leaf == value]
-    for caller in frames if places and layout in [frame.results[place] for place in places] else ():
+                found += _consumers(plan, value, entry.target, plans, path)
+    places = [place for place, leaf in enumerate(tree_leaves(plan.graph.result)) if leaf == value]
+    for caller in plans if places and layout in [plan.results[place] for place in places] else ():
         for call in caller.instructions:
-            if isinstance(call, CallPlan) and call.frame is frame and f".{path}".endswith(f".{call.node.child}"):
+            if isinstance(call, CallPlan) and call.plan is plan and f".{path}".endswith(f".{call.node.child}"):
                 outer, above = tree_leaves(call.node.outputs)[places[0]], path[: -len(call.node.child)].rstrip(".")
-                found += _consumers(caller, outer, call.outputs[places[0]], frames, above)
+                found += _consumers(caller, outer, call.outputs[places[0]], plans, above)
     return found
 
 

@@ -9,8 +9,8 @@ import numpy as np
 from mindspore import Parameter, Tensor, ops
 
 from mindformers_core.communication.world import process_state
-from mindformers_core.dtensor.move import dtype_name
-from mindformers_core.dtensor.operator_source import operator_function
+from mindformers_core.dtypes import dtype_name
+from mindformers_core.lowering.operator_source import operator_function
 from mindformers_core.operators import facts_of, is_float
 from mindformers_core.passes.thread_tape import ThreadTape
 from mindformers_core.program.graph import CallNode, match_arguments
@@ -55,7 +55,7 @@ class OperatorCalls:
         return operator_function(node, args, kwargs, self._spelled)
 
     def _spelled(self, text):
-        drawing = text.replace("dtensor.dropout import next_r", "verification.drawing import next_r")
+        drawing = text.replace("algorithms.dropout import next_r", "verification.drawing import next_r")
         return widened_text(drawing, self.dtype)
 
 

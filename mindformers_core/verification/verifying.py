@@ -9,7 +9,7 @@ from mindspore import Tensor, nn
 from mindformers_core.capture.traced import CaptureError
 from mindformers_core.communication.simulated import SimulatedRanks
 from mindformers_core.communication.world import process_state, rank_of
-from mindformers_core.dtensor.move import dtype_name
+from mindformers_core.dtypes import dtype_name
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.operators.signature import is_float
 from mindformers_core.optimizers.adamw import AdamW

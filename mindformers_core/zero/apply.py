@@ -3,7 +3,7 @@
 from weakref import proxy
 
 from mindformers_core.communication import world
-from mindformers_core.dtensor.move import dtype_name
+from mindformers_core.dtypes import dtype_name
 from mindformers_core.layout import Layout
 from mindformers_core.operators.signature import is_float
 from mindformers_core.sharding.parameter_storage import unit_of

@@ -3,7 +3,7 @@
 from mindspore import ParameterTuple, ops
 from mindspore.graph.api import _pynative_executor
 
-from mindformers_core.dtensor.dropout import block_of, draws_of, next_draw
+from mindformers_core.algorithms.dropout import block_of, draws_of, next_draw
 from mindformers_core.passes.forward_backward import ForwardBackward, is_differentiable
 from mindformers_core.passes.stage_function import StageFunction
 from mindformers_core.sharding.recordings import forget_recordings

@@ -6,7 +6,7 @@ from dataclasses import replace
 from mindspore import nn
 from mindspore.graph.api import _pynative_executor
 
-from mindformers_core.dtensor.dropout import block_of, draws_of
+from mindformers_core.algorithms.dropout import block_of, draws_of
 from mindformers_core.program.graph import cell_label
 from mindformers_core.scopes import replaced
 from mindformers_core.sharding.parameter_storage import ParameterStorage

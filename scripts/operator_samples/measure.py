@@ -158,16 +158,16 @@ def _placed(graph, cell, place):
     with rank_of(2, 0):
         mesh = init_device_mesh((2,), (AXIS,))
         try:
-            frame = _plan(graph, cell, mesh, place)
+            plan = _plan(graph, cell, mesh, place)
         except Exception as error:
             return "rejected", one_line(error), ""
         try:
-            source = ModuleSource(frame, {path: type(c) for path, c in cell.cells_and_names()}, set(), ["A sample."])
+            source = ModuleSource(plan, {path: type(c) for path, c in cell.cells_and_names()}, set(), ["A sample."])
             load_module("sample", source)
         except Exception as error:
             return "program", one_line(error), ""
-        how = _by_rule(frame, place)
-        return "covered", "", _by_plan(frame) if how is None else how
+        how = _by_rule(plan, place)
+        return "covered", "", _by_plan(plan) if how is None else how
 
 
 def _plan(graph, cell, mesh, place):
@@ -182,18 +182,18 @@ def _plan(graph, cell, mesh, place):
         else:
             value = values[where]
             arriving[value.id] = bind_layout(layout_with(len(value.shape), dim), mesh, len(value.shape))
-    frame = propagate(graph, mesh, arriving, parameters, collect_declarations(cell))
-    check_plan(frame)
-    return frame
+    plan = propagate(graph, mesh, arriving, parameters, collect_declarations(cell))
+    check_plan(plan)
+    return plan
 
 
-def _by_rule(frame, place):
+def _by_rule(plan, place):
     """How the rule of a program's only operator treats a cut dim of an input; None for longer programs."""
-    operators = [entry for _, inner in frame.walk() for entry in inner.instructions if isinstance(entry, OperatorPlan)]
+    operators = [entry for _, inner in plan.walk() for entry in inner.instructions if isinstance(entry, OperatorPlan)]
     if place is None or len(operators) != 1 or isinstance(place[0], str):
         return None
     node, rule = operators[0].node, operators[0].signature
-    value = tree_leaves(frame.graph.arguments)[place[0]]
+    value = tree_leaves(plan.graph.arguments)[place[0]]
     values = tree_leaves((node.args, node.kwargs))
     if value not in values:
         return None
@@ -203,9 +203,9 @@ def _by_rule(frame, place):
     return rule.run or ", ".join(rule.distributed[factor] for factor in factors if factor in rule.distributed)
 
 
-def _by_plan(frame):
+def _by_plan(plan):
     """The algorithms that run, and whether something is gathered first; empty: the dim simply stays cut."""
-    entries = [entry for _, inner in frame.walk() for entry in inner.instructions]
+    entries = [entry for _, inner in plan.walk() for entry in inner.instructions]
     algorithms = [entry.algorithm for entry in entries if getattr(entry, "algorithm", None)]
     moves = [entry for entry in entries if isinstance(entry, Redistribution)]
     steps = [step.kind for move in moves for step in move.steps if not move.source.partial]

@@ -141,9 +141,9 @@ def case_kept_bytes_are_foretold():
         net = shard(Tower(range(3), True), init_device_mesh(shape, ("dp", "tp"))).set_train()
         x = Tensor(X)
         net(x)
-        frame, weights = programs(net)[-1].frame, net.trainable_params()
+        plan, weights = programs(net)[-1].plan, net.trainable_params()
         found = measured(net, x, exclude=weights)
-        assert found == saved_bytes(frame, algorithm=algorithm_of), (shape, found)
+        assert found == saved_bytes(plan, algorithm=algorithm_of), (shape, found)
 
 
 @on_ranks(nightly=(2,))

@@ -31,9 +31,9 @@ def case_what_is_sent_again_is_explained():
 
 def told(cell):
     """`(name, axes) -> (number, bytes)` of what is sent by the program that ran last."""
-    frame, found = programs(cell)[-1].frame, {}
-    activations = tree_of(cell).activations.explained(frame)
-    for (axes, _, name), both in make_report(frame, algorithm_of, activations).traffic.items():
+    plan, found = programs(cell)[-1].plan, {}
+    activations = tree_of(cell).activations.explained(plan)
+    for (axes, _, name), both in make_report(plan, algorithm_of, activations).traffic.items():
         before = found.get((name, axes), (0, 0))
         found[name, axes] = tuple(map(sum, zip(before, both)))
     return found

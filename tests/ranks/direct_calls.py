@@ -4,7 +4,7 @@ import numpy as np
 from mindspore import Tensor
 from operator_calls import local
 
-from mindformers_core.dtensor.operator_source import operator_source
+from mindformers_core.lowering.operator_source import operator_source
 from mindformers_core.operators import signature_of, tensor_meta
 from mindformers_core.tensor_parallel import DTensor
 

@@ -21,7 +21,7 @@ from mindspore._c_expression import typing
 from mindspore.ops import Primitive, auto_generate
 from mindspore.ops.auto_generate import cpp_create_prim_instance_helper, gen_ops_prim, pyboost_inner_prim
 
-from mindformers_core.dtensor.corrected import OWN_FUNCTIONS
+from mindformers_core.lowering.corrected import OWN_FUNCTIONS
 from mindformers_core.operators import TensorMeta
 from mindformers_core.operators.registry import facts_of, rewritten
 from mindformers_core.operators.signature import spelled

@@ -12,10 +12,10 @@ from mindspore import Tensor, dtype as mstype, mint, ops
 from mindspore._c_expression import typing
 from mindspore.nn.layer.rnns import _DynamicRNNBase
 
-from mindformers_core.dtensor import constant_sizes as sizes
-from mindformers_core.dtensor.draws import DRAWN
-from mindformers_core.dtensor.in_place import scatter_update, written
-from mindformers_core.dtensor.indexing import index_tensor
+from mindformers_core.lowering import constant_sizes as sizes
+from mindformers_core.lowering.draws import DRAWN
+from mindformers_core.lowering.in_place import scatter_update, written
+from mindformers_core.lowering.indexing import index_tensor
 from mindformers_core.operators.registry import facts_of, register_operator
 
 

@@ -6,7 +6,7 @@ from numbers import Integral
 import numpy as np
 from mindspore import Tensor, dtype as mstype, get_context, ops
 
-from mindformers_core.dtensor.halo import padded
+from mindformers_core.algorithms.halo import padded
 from mindformers_core.operators.rules.dims import broadcast_shape
 
 

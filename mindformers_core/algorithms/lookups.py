@@ -5,8 +5,8 @@ from functools import partial
 import numpy as np
 from mindspore import Tensor, ops
 
-from mindformers_core.dtensor.move import dtype_name
-from mindformers_core.dtensor.scans import part_along
+from mindformers_core.algorithms.scans import part_along
+from mindformers_core.dtypes import dtype_name
 
 
 def found_here(indices, size, context):

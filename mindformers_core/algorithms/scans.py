@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 from mindspore import Tensor, dtype as mstype, ops
 
-from mindformers_core.dtensor.move import dtype_name
+from mindformers_core.dtypes import dtype_name
 
 
 def finite_top(top):

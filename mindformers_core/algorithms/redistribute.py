@@ -5,7 +5,7 @@ from functools import cache
 from mindspore import Tensor, dtype as mstype, ops
 
 from mindformers_core.communication import communicator, process_state, world
-from mindformers_core.dtypes import wire_dtype
+from mindformers_core.dtypes import dtype_name, wire_dtype
 from mindformers_core.operators import tensor_meta
 from mindformers_core.redistribution import ASCEND, CPU, GPU, plan_redistribution, shift_step
 
@@ -20,12 +20,6 @@ def _on_mesh(model, mesh):
 def model_of_device(mesh):
     """The `DeviceModel` of eager calls, with the links of a mesh: that of the device, or of the Cell that runs."""
     return _on_mesh(process_state().device_model or _DEVICE_MODELS[world().device_target], mesh)
-
-
-@cache
-def dtype_name(dtype):
-    """`"float32"` for `mindspore.float32`."""
-    return str(dtype).lower()
 
 
 def meta_of(leaf):

@@ -8,10 +8,10 @@ from mindspore.ops.auto_generate import (
     softmax_impl,
 )
 
-from mindformers_core.dtensor import halo
-from mindformers_core.dtensor.dropout import next_random_state
-from mindformers_core.dtensor.einsum import contract
-from mindformers_core.dtensor.lookups import embedding_rows
+from mindformers_core.algorithms import halo
+from mindformers_core.algorithms.dropout import next_random_state
+from mindformers_core.algorithms.lookups import embedding_rows
+from mindformers_core.lowering.einsum import contract
 from mindformers_core.operators.words import word
 
 _WITH_GRADIENT = (mstype.float16, mstype.float32, mstype.float64)

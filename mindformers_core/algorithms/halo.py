@@ -9,7 +9,7 @@ import math
 
 from mindspore import Tensor, dtype as mstype, ops
 
-from mindformers_core.dtensor.scans import part_along
+from mindformers_core.algorithms.scans import part_along
 
 
 def windows(fill, operator, args, context):

@@ -6,8 +6,8 @@ A write of a Parameter is state of its Cell: the value is written, in the layout
 from mindspore import Parameter, Tensor, dtype as mstype, mint, ops
 from mindspore.ops import auto_generate
 
-from mindformers_core.dtensor.aliases import check_memory
-from mindformers_core.dtensor.indexing import with_items
+from mindformers_core.lowering.aliases import check_memory
+from mindformers_core.lowering.indexing import with_items
 
 
 def _rows(function):

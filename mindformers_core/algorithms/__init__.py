@@ -1,0 +1,1 @@
+"""Distributed algorithms: operators, draws and redistributions on the parts of tensors, differentiable."""
