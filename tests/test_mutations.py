@@ -5,7 +5,18 @@ from launch import ROOT
 from mutate import FAULTS, first_failure, read_faults, recorded
 
 FLOORS = ("mesh", "layout", "redistribution", "operators", "program", "propagation", "analysis", "communication")
-FLOORS += ("dtensor", "capture", "generation", "sharding", "tensor_parallel", "passes", "optimizers", "recompute")
+FLOORS += (
+    "algorithms",
+    "lowering",
+    "dtensor",
+    "capture",
+    "generation",
+    "sharding",
+    "tensor_parallel",
+    "passes",
+    "optimizers",
+    "recompute",
+)
 FLOORS += ("zero", "pipeline", "models", "checkpoint", "serving", "trainer")
 
 
