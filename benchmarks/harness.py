@@ -33,7 +33,8 @@ from mindspore import ops
 from mindformers_core.communication import init_distributed
 
 # The tests' launcher serves here too. It is taken by its path, since nothing else of the tests should be importable.
-_spec = spec_from_file_location("tests_launch", Path(__file__).resolve().parent.parent / "tests" / "launch.py")
+_LAUNCHER = Path(__file__).resolve().parent.parent / "tests" / "support" / "launch.py"
+_spec = spec_from_file_location("tests_launch", _LAUNCHER)
 _launcher = module_from_spec(_spec)
 _spec.loader.exec_module(_launcher)
 run_ranks = _launcher.run_ranks

@@ -7,7 +7,8 @@ python scripts/scan_kernels.py --record docs/kernels.md
 
 Each operator is called, forward and with its gradient, by a public function of `operator_samples` that has a kernel,
 on tensors that are as long as its sample allows, while another process keeps a core busy. Extremes go through the calls
-of tests/operator_source_calls.py, as generated code writes them: with what `lowering/corrected.py` puts in their place.
+of tests/support/operator_source_calls.py, as generated code writes them: with what `lowering/corrected.py` puts in
+their place.
 A process of its own does the work, since kernels may crash: that costs one entry.
 """
 
@@ -58,7 +59,7 @@ def entries(coverage, only=()):
         coverage: target -> outcome of `operator_coverage.measure_all`, a dict.
         only: names of operators; empty for all.
     """
-    from operator_source_calls import ALL_CALLS, BROKEN, WITHOUT_KERNEL
+    from support.operator_source_calls import ALL_CALLS, BROKEN, WITHOUT_KERNEL
 
     from mindformers_core.operators.registry import facts_of
 
@@ -81,7 +82,7 @@ def work(order):
     from operator_samples.extremes import compared
     from operator_samples.repeats import repeated
     from operator_samples.stable import FUNCTIONS
-    from operator_source_calls import ALL_CALLS
+    from support.operator_source_calls import ALL_CALLS
 
     ms.runtime.launch_blocking()
     order = json.loads(order.read_text("utf-8"))

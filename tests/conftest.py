@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import mindspore as ms
 import pytest
-from launch import run_cases, run_ranks
-from timings import (  # noqa: F401 (hooks of pytest)
+from support.launch import run_cases, run_ranks
+from support.timings import (  # noqa: F401 (hooks of pytest)
     pytest_addoption,
     pytest_configure,
     pytest_runtest_makereport,

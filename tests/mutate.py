@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
-from launch import ROOT, _kill_tree
+from support.launch import ROOT, _kill_tree
 
 FAULTS = ROOT / "tests" / "mutations.yaml"
 PYTEST = ("-m", "pytest", "-x", "-q", "-rfE", "--tb=no", "-p", "no:cacheprovider")

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from algorithm_calls import (
+from mindspore import Tensor, mint, ops
+from support.algorithm_calls import (
     CASES as ON_CPU,
     IMAGES,
     INDICES,
@@ -20,8 +21,7 @@ from algorithm_calls import (
     WINDOWS,
     Several,
 )
-from mindspore import Tensor, mint, ops
-from simulated_ranks import collect, distribute, run_forward
+from support.simulated_ranks import collect, distribute, run_forward
 
 from mindformers_core.algorithms.distributed_operators import ALGORITHMS
 from mindformers_core.capture.algorithm_graph import algorithm_graph, redistribution_steps

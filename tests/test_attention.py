@@ -4,7 +4,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
-from plan_checks import MESH, move_bytes, plan_of
+from support.plan_checks import MESH, move_bytes, plan_of
 
 from mindformers_core.algorithms.distributed_operators import ALGORITHMS
 from mindformers_core.algorithms.shard_context import ShardContext

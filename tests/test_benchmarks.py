@@ -11,8 +11,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
 import harness
-from launch import Launched
 from memory_watch import MemoryWatch, total
+from support.launch import Launched
 
 BENCHMARKS = Path(harness.__file__).parent
 

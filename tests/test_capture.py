@@ -6,14 +6,14 @@ import re
 import mindspore as ms
 import numpy as np
 import pytest
-from captured_models import MODELS, Closure, Function, Passing, assert_unchanged, small_llama, snapshot
-from interpret_graph import interpret
 from mindspore import Parameter, Tensor, mint, nn, ops
 from mindspore.graph.api import _pynative_executor
 from ranks.mindspore_calls import CALLS
 from ranks.one_card import draw, same
-from small_cells import Doubled, cell_of
-from work import calls_in
+from support.captured_models import MODELS, Closure, Function, Passing, assert_unchanged, small_llama, snapshot
+from support.interpret_graph import interpret
+from support.small_cells import Doubled, cell_of
+from support.work import calls_in
 
 from mindformers_core.capture.capture import capture
 from mindformers_core.models import LlamaConfig, LlamaForCausalLM

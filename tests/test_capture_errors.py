@@ -6,8 +6,8 @@ from pathlib import Path
 import mindspore as ms
 import numpy as np
 import pytest
-from captured_models import Function, assert_unchanged, snapshot
 from mindspore import Parameter, Tensor, dtype as mstype, mint, nn, ops
+from support.captured_models import Function, assert_unchanged, snapshot
 
 from mindformers_core import shard, verify
 from mindformers_core.capture.capture import capture

@@ -4,8 +4,8 @@ import os
 
 import mindspore as ms
 import pytest
-from captured_models import Function
 from mindspore import nn, ops
+from support.captured_models import Function
 from test_capture import only_operators
 
 from mindformers_core.capture.capture import _WITHOUT_COMPILING, capture

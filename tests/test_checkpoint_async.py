@@ -9,7 +9,7 @@ import time
 
 import numpy as np
 import pytest
-from checkpoint_states import State, on_threads, state_on, tensors
+from support.checkpoint_states import State, on_threads, state_on, tensors
 from test_training_loop import ONE_RANK, SMALL
 
 from mindformers_core.checkpoint.background import BackgroundSave

@@ -6,8 +6,8 @@ from pathlib import Path
 import mindspore as ms
 import numpy as np
 import pytest
-from checkpoint_states import SHAPES, state_on, tensors
-from hugging_face_llama import CONFIG, weights, write_folder
+from support.checkpoint_states import SHAPES, state_on, tensors
+from support.hugging_face_llama import CONFIG, weights, write_folder
 from test_training_loop import ONE_RANK, SMALL
 
 from mindformers_core.checkpoint.load import check_checksums, open_checkpoint

@@ -15,7 +15,7 @@ from contextlib import nullcontext
 
 import numpy as np
 import pytest
-from checkpoint_states import FaultyFiles, Killed, QuickFiles, on_threads, state_on, tensors, without_threads
+from support.checkpoint_states import FaultyFiles, Killed, QuickFiles, on_threads, state_on, tensors, without_threads
 
 from mindformers_core.checkpoint import writer
 from mindformers_core.checkpoint.folders import find_checkpoint, prune, step_folder
@@ -35,7 +35,7 @@ CASES = {  # ranks of the mesh, whether beside training, the step that is saved,
 KILLS = """
 import os, signal, sys
 sys.path.insert(0, sys.argv[1])
-from checkpoint_states import FaultyFiles
+from support.checkpoint_states import FaultyFiles
 from test_checkpoint_crashes import save_step
 for number, run in enumerate(sys.argv[2:]):
     process = os.fork()

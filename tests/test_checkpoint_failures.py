@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoint_states import SHAPES, QuickFiles, state_on, tensors, without_threads
+from support.checkpoint_states import SHAPES, QuickFiles, state_on, tensors, without_threads
 
 from mindformers_core.checkpoint.folders import find_checkpoint, prune, set_aside, step_folder
 from mindformers_core.checkpoint.load import check_checksums, open_checkpoint

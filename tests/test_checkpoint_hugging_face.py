@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hugging_face_llama import CONFIG, NEWER, weights, write_folder
 from safetensors import safe_open
 from safetensors.numpy import load_file
+from support.hugging_face_llama import CONFIG, NEWER, weights, write_folder
 
 from mindformers_core.checkpoint.hugging_face import check_config, config_document, model_section, tensor_name
 from mindformers_core.checkpoint.index import place_tensors

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoint_states import CountingFiles, save_after_two
 from safetensors.numpy import load_file
+from support.checkpoint_states import CountingFiles, save_after_two
 
 from mindformers_core.checkpoint.load import load, open_checkpoint
 from mindformers_core.checkpoint.parts import Ranks

@@ -6,8 +6,8 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from checkpoint_states import MESHES, SHAPES, CountingFiles, State, state_on, tensors
 from safetensors.numpy import load_file
+from support.checkpoint_states import MESHES, SHAPES, CountingFiles, State, state_on, tensors
 
 from mindformers_core.checkpoint.convert import convert
 from mindformers_core.checkpoint.load import check_checksums, load, open_checkpoint

@@ -3,9 +3,9 @@
 import mindspore as ms
 import numpy as np
 import pytest
-from checkpoint_states import QuickFiles
 from mindspore import Parameter, Tensor, nn
 from safetensors import safe_open
+from support.checkpoint_states import QuickFiles
 
 from mindformers_core.checkpoint.load import load, open_checkpoint
 from mindformers_core.checkpoint.save import save

@@ -4,7 +4,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn, ops
-from small_cells import cell_of
+from support.small_cells import cell_of
 from test_recompute_gradients import INPUTS, llama, sharded, without
 
 from mindformers_core.mesh import init_device_mesh

@@ -4,7 +4,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn, ops
-from small_cells import cell_of
+from support.small_cells import cell_of
 
 from mindformers_core import shard, verify
 from mindformers_core.layout import layout

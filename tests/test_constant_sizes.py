@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from mindspore import Tensor, mint, nn, ops
 from mindspore.ops.operations.nn_ops import DeformableOffsets
-from small_cells import cell_of
+from support.small_cells import cell_of
 
 from mindformers_core import shard, verify
 from mindformers_core.communication.simulated import SimulatedRanks

@@ -5,11 +5,11 @@ import sys
 import mindspore as ms
 import numpy as np
 import pytest
-from documents import code_blocks
-from launch import ROOT
 from mindspore import Parameter, Tensor, nn, ops
-from small_cells import cell_of
-from verified_calls import MESH, Sample, eager, verified
+from support.documents import code_blocks
+from support.launch import ROOT
+from support.small_cells import cell_of
+from support.verified_calls import MESH, Sample, eager, verified
 
 from mindformers_core import verify
 from mindformers_core.algorithms.distributed_operators import ALGORITHMS as FUNCTIONS

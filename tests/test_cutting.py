@@ -3,7 +3,7 @@
 import mindspore as ms
 import pytest
 from mindspore import nn, ops
-from small_cells import cell_of
+from support.small_cells import cell_of
 
 from mindformers_core.communication import init_distributed, shutdown
 from mindformers_core.layout import layout

@@ -7,7 +7,7 @@ import pytest
 from mindspore import Tensor, set_seed
 from models import EXAMPLES
 from models.authors import AUTHORS
-from planned_models import captured
+from support.planned_models import captured
 
 from mindformers_core.communication.world import rank_of
 from mindformers_core.layout import Layout, layout

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from mindspore import Layout, Parameter, Tensor, nn, ops
-from small_cells import FeedForward, Linear, Net
+from support.small_cells import FeedForward, Linear, Net
 
 from mindformers_core.layout import Layout as OurLayout, layout
 from mindformers_core.mesh import init_device_mesh

@@ -6,10 +6,10 @@ import os
 import mindspore as ms
 import numpy as np
 import pytest
-from checkpoint_states import save_after_two
-from diff_runs import DP, PP, RECIPE, TINY, TP, Planted, recorded, scaled
 from mindspore import nn, ops
-from simulated_ranks import distribute
+from support.checkpoint_states import save_after_two
+from support.diff_runs import DP, PP, RECIPE, TINY, TP, Planted, recorded, scaled
+from support.simulated_ranks import distribute
 
 from mindformers_core import init_device_mesh, shard
 from mindformers_core.communication.world import process_state

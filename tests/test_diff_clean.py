@@ -3,7 +3,7 @@
 from itertools import combinations
 
 import pytest
-from diff_runs import DP, PP, TP, ZERO3, recorded
+from support.diff_runs import DP, PP, TP, ZERO3, recorded
 
 from mindformers_core.diff.parting import part
 from mindformers_core.diff.report import report

@@ -5,7 +5,7 @@ import dataclasses
 import mindspore as ms
 import numpy as np
 import pytest
-from diff_runs import DP, PP, TP, ZERO3, Planted, at_one_place, coarse, recorded, rolled, scaled, stale
+from support.diff_runs import DP, PP, TP, ZERO3, Planted, at_one_place, coarse, recorded, rolled, scaled, stale
 
 from mindformers_core.communication.simulated import SimulatedRanks
 from mindformers_core.diff.parting import part

@@ -6,8 +6,8 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from documents import code_blocks
-from launch import ROOT
+from support.documents import code_blocks
+from support.launch import ROOT
 
 from mindformers_core import explain
 from mindformers_core.communication import shutdown

@@ -6,7 +6,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, mint, nn, ops
-from small_cells import cell_of
+from support.small_cells import cell_of
 
 from mindformers_core import verify
 from mindformers_core.algorithms.dropout import draws_of, next_draw

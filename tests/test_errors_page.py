@@ -4,7 +4,7 @@ import importlib.util
 import sys
 
 import pytest
-from launch import ROOT
+from support.launch import ROOT
 
 
 def load_make_errors():

@@ -5,11 +5,11 @@ from html.parser import HTMLParser
 from types import SimpleNamespace
 
 import pytest
-from captured_models import Function, small_llama
 from mindspore import Parameter, Tensor, nn, ops
 from models import EXAMPLES, axes_of
-from planned_models import captured, planned, silent_algorithm
-from small_cells import cell_of
+from support.captured_models import Function, small_llama
+from support.planned_models import captured, planned, silent_algorithm
+from support.small_cells import cell_of
 
 from mindformers_core.analysis.traffic import bytes_by_axes, collectives_of
 from mindformers_core.capture.algorithm_graph import algorithm_of

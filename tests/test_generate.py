@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from mindspore import Tensor
 from mindspore.graph import api as graph_api
-from small_generation import (
+from support.small_generation import (
     DRAWN,
     GREEDY,
     LENGTH,

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import mindspore as ms
 import numpy as np
 import pytest
-from hugging_face_llama import CONFIG, weights, write_folder
 from mindspore import Tensor, nn
-from small_generation import (
+from support.hugging_face_llama import CONFIG, weights, write_folder
+from support.small_generation import (
     PROMPTS,
     RECIPE,
     SMALL,

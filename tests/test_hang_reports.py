@@ -6,7 +6,7 @@ import time
 
 import psutil
 import pytest
-from launch import run_ranks
+from support.launch import run_ranks
 
 DEADLINE = 3
 IN_MODEL = r"(model|loss|the root Cell)\S* \(.+\), \w+\.py:\d+"  # the Cell, and a line of the user's code

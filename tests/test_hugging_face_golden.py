@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from mindspore import Tensor
 from safetensors.numpy import load_file
-from small_generation import GREEDY, RECIPE, mesh
+from support.small_generation import GREEDY, RECIPE, mesh
 
 from mindformers_core.checkpoint.hugging_face import model_section
 from mindformers_core.communication.simulated import SimulatedRanks

@@ -3,10 +3,10 @@
 import mindspore as ms
 import numpy as np
 import pytest
-from in_place_models import Sharing
 from mindspore import Parameter, Tensor, mint, ops
-from planned_models import planned
-from small_cells import cell_of
+from support.in_place_models import Sharing
+from support.planned_models import planned
+from support.small_cells import cell_of
 
 from mindformers_core import shard, verify
 from mindformers_core.capture.algorithm_graph import algorithm_of

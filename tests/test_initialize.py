@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn
 from mindspore.common import initializer as init
-from small_cells import cell_of
+from support.small_cells import cell_of
 
 from mindformers_core.layout import Layout
 from mindformers_core.mesh import DeviceMesh

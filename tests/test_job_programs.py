@@ -3,7 +3,7 @@ and no program is made twice."""
 
 import pytest
 from mindspore import Tensor
-from small_pipelines import Counted, Scale, array, pipeline
+from support.small_pipelines import Counted, Scale, array, pipeline
 from test_training_loop import ONE_RANK, SMALL
 
 from mindformers_core.communication import shutdown

@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from joint_operators import few, many, pair_sum, register
 from mindspore import Parameter, Tensor, nn
-from verified_calls import MESH, MESH_OF_4, Sample, eager, numbers, verified
+from support.joint_operators import few, many, pair_sum, register
+from support.verified_calls import MESH, MESH_OF_4, Sample, eager, numbers, verified
 
 from mindformers_core import verify
 from mindformers_core.capture.algorithm_graph import algorithm_of

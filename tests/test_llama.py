@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
 from mindspore.common.initializer import Normal
-from split_models import batch as small_batch
+from support.split_models import batch as small_batch
 
 from mindformers_core.layout import layout
 from mindformers_core.models import LayerSpec, LlamaConfig, LlamaForCausalLM, LlamaModel

@@ -4,8 +4,8 @@ import random
 from dataclasses import dataclass, replace
 
 import pytest
-from captured_models import Function
 from mindspore import ops
+from support.captured_models import Function
 
 from mindformers_core.capture.capture import capture
 from mindformers_core.layout import Layout

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.work import calls_in
 from test_redistribution import random_layout
-from work import calls_in
 
 from mindformers_core.hints import nearest
 from mindformers_core.layout import Layout, LayoutSpec, Partial, Replicate, Shard, Varying, bind_layout, layout

@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import pytest
-from split_models import BLOCKS, SMALL, build
+from support.split_models import BLOCKS, SMALL, build
 
 from mindformers_core.models import LlamaConfig
 

@@ -1,8 +1,8 @@
 """The faults of the mutation exam fit the code as it is, and the exam reads pytest's output right; see `mutate.py`."""
 
 import pytest
-from launch import ROOT
 from mutate import FAULTS, first_failure, read_faults, recorded
+from support.launch import ROOT
 
 FLOORS = ("mesh", "layout", "redistribution", "operators", "program", "propagation", "analysis", "communication")
 FLOORS += (

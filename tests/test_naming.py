@@ -6,9 +6,9 @@ import linecache
 
 import numpy as np
 import pytest
-from captured_models import small_llama
 from mindspore import Tensor, nn, ops
-from small_cells import cell_of
+from support.captured_models import small_llama
+from support.small_cells import cell_of
 
 from mindformers_core.capture.capture import capture
 from mindformers_core.program.graph import CellGraph, OperatorNode

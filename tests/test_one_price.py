@@ -3,10 +3,10 @@
 import re
 
 import pytest
-from launch import ROOT
 from mindspore import Tensor, nn, ops
-from small_cells import cell_of
-from verified_calls import numbers
+from support.launch import ROOT
+from support.small_cells import cell_of
+from support.verified_calls import numbers
 
 from mindformers_core.algorithms import redistribute
 from mindformers_core.capture import algorithm_graph

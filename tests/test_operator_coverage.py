@@ -9,7 +9,7 @@ import sys
 from collections import Counter
 
 import pytest
-from launch import ROOT
+from support.launch import ROOT
 
 from mindformers_core.operators import registry
 from mindformers_core.operators.registry import FLOWS, OperatorFacts

@@ -1,8 +1,8 @@
 """What the rules of operators say of calls that don't fit, and how a user adds a rule."""
 
 import pytest
-from documents import code_blocks
-from launch import ROOT
+from support.documents import code_blocks
+from support.launch import ROOT
 
 from mindformers_core.operators import Signature, elementwise, register_operator, registry, signature_of, tensor_meta
 

@@ -6,13 +6,13 @@ from pathlib import Path
 import mindspore as ms
 import numpy as np
 import pytest
-from generated_modules import float_places, gradients_of, module_source, program_of, record, run_jitted, write
 from mindspore import Tensor
 from mindspore._c_expression.typing import type_id_to_type
 from mindspore.ops import auto_generate
-from operator_source_calls import ALL_CALLS, BROKEN, WITHOUT_GRADIENT, WITHOUT_KERNEL
-from scatter_calls import WITHOUT_FLOAT32, WITHOUT_META
-from verified_operators import VERIFIED
+from support.generated_modules import float_places, gradients_of, module_source, program_of, record, run_jitted, write
+from support.operator_source_calls import ALL_CALLS, BROKEN, WITHOUT_GRADIENT, WITHOUT_KERNEL
+from support.scatter_calls import WITHOUT_FLOAT32, WITHOUT_META
+from support.verified_operators import VERIFIED
 
 from mindformers_core.lowering.operator_source import operator_source
 from mindformers_core.operators import registered_operators, tensor_meta

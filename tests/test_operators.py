@@ -8,12 +8,12 @@ from functools import partial
 import mindspore as ms
 import numpy as np
 import pytest
-import simulated_ranks as ranks
-from image_calls import CUT
 from mindspore.ops.auto_generate import FlashAttentionScore
-from operator_calls import CALLS, is_many
-from operator_source_calls import ALL_CALLS
-from verified_operators import VERIFIED
+from support import simulated_ranks as ranks
+from support.image_calls import CUT
+from support.operator_calls import CALLS, is_many
+from support.operator_source_calls import ALL_CALLS
+from support.verified_operators import VERIFIED
 
 from mindformers_core.algorithms.distributed_operators import ALGORITHMS
 from mindformers_core.layout import Layout

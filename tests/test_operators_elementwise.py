@@ -3,9 +3,19 @@
 import mindspore as ms
 import numpy as np
 import pytest
-import verified_operators
 from mindspore import Tensor, mint, nn, ops
-from verified_calls import MESH_OF_4, Sample, complex_of, eager, numbers, operators_of, planned, stopped, verified
+from support import verified_operators
+from support.verified_calls import (
+    MESH_OF_4,
+    Sample,
+    complex_of,
+    eager,
+    numbers,
+    operators_of,
+    planned,
+    stopped,
+    verified,
+)
 
 X, Y = numbers(4, 4), numbers(4, 4)
 SMALL, AROUND = X / 4, X - 1.2

@@ -7,9 +7,9 @@ import sys
 import mindspore as ms
 import numpy as np
 import pytest
-from launch import ROOT
 from mindspore import Parameter, Tensor, mint, nn, ops
-from small_cells import cell_of
+from support.launch import ROOT
+from support.small_cells import cell_of
 
 from mindformers_core import shard, verify
 from mindformers_core.communication.simulated import SimulatedRanks

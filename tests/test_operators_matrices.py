@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-import verified_operators
 from mindspore import Tensor, mint, nn, ops
 from mindspore.ops.operations.linalg_ops import Eigh
-from verified_calls import MESH_OF_4, Sample, eager, numbers, operators_of, planned, stopped, verified
+from support import verified_operators
+from support.verified_calls import MESH_OF_4, Sample, eager, numbers, operators_of, planned, stopped, verified
 
 from mindformers_core.lowering.einsum import contract
 

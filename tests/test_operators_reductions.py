@@ -3,9 +3,9 @@
 import mindspore as ms
 import numpy as np
 import pytest
-import verified_operators
 from mindspore import Tensor, mint, nn, ops
-from verified_calls import MESH_OF_4, Sample, eager, numbers, operators_of, planned, verified
+from support import verified_operators
+from support.verified_calls import MESH_OF_4, Sample, eager, numbers, operators_of, planned, verified
 
 X, CUBE, AROUND = numbers(4, 4), numbers(2, 4, 4), numbers(4, 4) - 1.2
 SOME_ZEROS = X * np.float32([[1, 0, 1, 1], [0, 0, 1, 1], [1, 1, 1, 0], [1, 1, 1, 1]])

@@ -3,10 +3,10 @@
 import mindspore as ms
 import numpy as np
 import pytest
-import verified_operators
 from mindspore import Tensor, mint, ops
-from small_cells import cell_of
-from verified_calls import MESH, MESH_OF_4, Sample, eager, numbers, operators_of, planned, stopped, verified
+from support import verified_operators
+from support.small_cells import cell_of
+from support.verified_calls import MESH, MESH_OF_4, Sample, eager, numbers, operators_of, planned, stopped, verified
 
 from mindformers_core import shard
 from mindformers_core.communication.world import rank_of

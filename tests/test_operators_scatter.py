@@ -5,15 +5,15 @@ from itertools import product
 import mindspore as ms
 import numpy as np
 import pytest
-import scatter_calls
 import test_operators as rules
 from mindspore import Tensor, mint, nn, ops
 from mindspore.ops.function import nn_func
-from planned_models import planned
-from scatter_calls import EXPERTS_CALLS, LOSS_CALLS, SCATTER_CALLS
-from scatter_functions import MORE, QUICK, WITHOUT_KERNEL, f, i, p
-from small_cells import cell_of
-from verified_operator import cuts, generated, verified
+from support import scatter_calls
+from support.planned_models import planned
+from support.scatter_calls import EXPERTS_CALLS, LOSS_CALLS, SCATTER_CALLS
+from support.scatter_functions import MORE, QUICK, WITHOUT_KERNEL, f, i, p
+from support.small_cells import cell_of
+from support.verified_operator import cuts, generated, verified
 
 from mindformers_core.analysis.traffic import bytes_by_axes
 from mindformers_core.capture.algorithm_graph import algorithm_of

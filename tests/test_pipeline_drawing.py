@@ -8,7 +8,7 @@ import matplotlib
 import numpy as np
 import pytest
 from matplotlib.image import imread
-from svg_pictures import SVG, number_in, shapes, step_boxes, words
+from support.svg_pictures import SVG, number_in, shapes, step_boxes, words
 
 from mindformers_core.pipeline import (
     MetaStepType,

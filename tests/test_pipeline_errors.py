@@ -6,7 +6,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, mint, nn, ops
-from small_pipelines import Scale, Squares, Through, array, pipeline
+from support.small_pipelines import Scale, Squares, Through, array, pipeline
 
 from mindformers_core.communication import init_distributed, shutdown
 from mindformers_core.layout import layout

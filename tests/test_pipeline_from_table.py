@@ -4,7 +4,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, ops
-from small_pipelines import Scale, array, pipeline
+from support.small_pipelines import Scale, array, pipeline
 
 from mindformers_core.communication import init_distributed, shutdown
 from mindformers_core.models import LlamaConfig

@@ -6,8 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from launch import ROOT
-from svg_pictures import shapes, words
+from support.launch import ROOT
+from support.svg_pictures import shapes, words
 
 from mindformers_core.pipeline import MetaStepType, schedule_class
 from mindformers_core.pipeline.tables.step import step_from_text

@@ -7,8 +7,8 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn, ops
-from small_cells import cell_of
-from small_pipelines import Counted, Scale, Squares, Through, array, pipeline
+from support.small_cells import cell_of
+from support.small_pipelines import Counted, Scale, Squares, Through, array, pipeline
 
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.pipeline import (

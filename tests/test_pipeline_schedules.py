@@ -1,7 +1,7 @@
 """The built-in pipeline schedules: every table that they admit is valid, as short and as lean as promised; names."""
 
 import pytest
-from work import calls_in
+from support.work import calls_in
 
 from mindformers_core.pipeline.schedules.base import PipelineScheduleBase
 from mindformers_core.pipeline.schedules.named import SCHEDULES, schedule_class

@@ -7,7 +7,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
-from small_pipelines import Scale, array, pipeline
+from support.small_pipelines import Scale, array, pipeline
 
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.passes.forward_backward import _Tape

@@ -4,12 +4,12 @@ import os
 import random
 
 import pytest
+from support.pipeline_random_tables import random_table
 
 from mindformers_core.pipeline.tables.lowering import lowered
 from mindformers_core.pipeline.tables.step import step_from_text
 from mindformers_core.pipeline.tables.table import ScheduleTable
 from mindformers_core.pipeline.tables.table_files import load_table, save_table
-from tests.pipeline_random_tables import random_table
 
 SUFFIXES = ("csv", "yaml", "yml", "CSV")
 

@@ -4,13 +4,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from seeds import seeds
-
-from mindformers_core.pipeline.tables.lowering import forward_only, lowered
-from mindformers_core.pipeline.tables.simulating import StepCosts, simulate
-from mindformers_core.pipeline.tables.step import MetaStepType
-from mindformers_core.pipeline.tables.validating import validate
-from tests.pipeline_random_tables import (
+from support.pipeline_random_tables import (
     COMPUTE,
     PARTNERS,
     SENDS,
@@ -20,6 +14,12 @@ from tests.pipeline_random_tables import (
     random_table,
     works,
 )
+from support.seeds import seeds
+
+from mindformers_core.pipeline.tables.lowering import forward_only, lowered
+from mindformers_core.pipeline.tables.simulating import StepCosts, simulate
+from mindformers_core.pipeline.tables.step import MetaStepType
+from mindformers_core.pipeline.tables.validating import validate
 
 
 @pytest.mark.parametrize("start", seeds(500, 2000, 250))

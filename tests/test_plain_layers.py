@@ -5,11 +5,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from captured_models import small_llama
-from launch import ROOT
 from mindspore import Parameter, Tensor, nn, ops
-from plan_checks import MESH, plan_of
-from planned_models import silent_algorithm
+from support.captured_models import small_llama
+from support.launch import ROOT
+from support.plan_checks import MESH, plan_of
+from support.planned_models import silent_algorithm
 
 from mindformers_core.explaining.report import make_report
 from mindformers_core.layout import layout

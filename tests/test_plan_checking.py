@@ -8,11 +8,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from captured_models import small_llama
 from mindspore import nn, ops
-from operator_source_calls import ALL_CALLS
-from planned_models import planned
-from small_cells import cell_of
+from support.captured_models import small_llama
+from support.operator_source_calls import ALL_CALLS
+from support.planned_models import planned
+from support.small_cells import cell_of
 from test_operators import MESH as SQUARE, ask, combinations, fill, meta_of, shape_of, tensors_of
 
 from mindformers_core.layout import Layout, layout

@@ -12,9 +12,9 @@ from contextlib import suppress
 import mindspore as ms
 import numpy as np
 import pytest
-from channel_pairs import joined_channels, joined_connections
-from message_tensors import bits_of, random_tensor, tensor
 from mindspore import mint
+from support.channel_pairs import joined_channels, joined_connections
+from support.message_tensors import bits_of, random_tensor, tensor
 
 from mindformers_core.communication.connecting import connect_ranks
 from mindformers_core.communication.shared_memory import SegmentWriter, read_segment

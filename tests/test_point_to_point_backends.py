@@ -5,7 +5,7 @@ from collections import defaultdict, deque
 import mindspore as ms
 import numpy as np
 import pytest
-from message_tensors import bits_of, random_tensor, tensor
+from support.message_tensors import bits_of, random_tensor, tensor
 
 from mindformers_core.communication import (
     channel,

@@ -4,10 +4,10 @@ from math import prod
 
 import mindspore as ms
 import pytest
-from captured_models import MODELS, small_llama
 from mindspore import ops
-from plan_checks import CONFIGS, MESH, check_plan, communication, move_bytes, plan_of, stored, whole
-from small_cells import Dense, FeedForward, cell_of
+from support.captured_models import MODELS, small_llama
+from support.plan_checks import CONFIGS, MESH, check_plan, communication, move_bytes, plan_of, stored, whole
+from support.small_cells import Dense, FeedForward, cell_of
 
 from mindformers_core.capture.capture import capture
 from mindformers_core.communication import count_collectives

@@ -4,7 +4,7 @@ import re
 import sys
 
 import pytest
-from launch import ROOT
+from support.launch import ROOT
 
 from mindformers_core.communication import shutdown
 

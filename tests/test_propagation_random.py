@@ -5,9 +5,9 @@ import os
 import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, mint, nn, ops
-from plan_checks import check_plan, communication
-from simulated_plans import computed, simulate
-from simulated_ranks import collect
+from support.plan_checks import check_plan, communication
+from support.simulated_plans import computed, simulate
+from support.simulated_ranks import collect
 
 from mindformers_core.capture.capture import capture
 from mindformers_core.layout import Layout, layout

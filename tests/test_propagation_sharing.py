@@ -5,12 +5,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from captured_models import small_llama
 from mindspore import Parameter, Tensor, mint, nn, ops
-from plan_checks import CONFIGS, MESH, check_plan, move_bytes, plan_of, stored, whole
-from simulated_plans import simulate
-from simulated_ranks import collect
-from small_cells import cell_of
+from support.captured_models import small_llama
+from support.plan_checks import CONFIGS, MESH, check_plan, move_bytes, plan_of, stored, whole
+from support.simulated_plans import simulate
+from support.simulated_ranks import collect
+from support.small_cells import cell_of
 
 from mindformers_core.capture.capture import capture
 from mindformers_core.layout import Layout, layout

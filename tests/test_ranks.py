@@ -3,8 +3,8 @@
 import re
 
 import pytest
-from launch import find_cases
-from timings import CASE
+from support.launch import find_cases
+from support.timings import CASE
 
 pytestmark = pytest.mark.ranks
 

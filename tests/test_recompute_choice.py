@@ -1,8 +1,8 @@
 """What a budget chooses in a Llama: cheap operators first, and never more bytes for more work than a choice by hand."""
 
 import pytest
-from captured_models import small_llama
-from planned_models import planned
+from support.captured_models import small_llama
+from support.planned_models import planned
 
 from mindformers_core.analysis.operations import operations
 from mindformers_core.analysis.prediction import Prediction

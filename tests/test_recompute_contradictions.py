@@ -4,7 +4,7 @@ import re
 
 import mindspore as ms
 import pytest
-from small_pipelines import Scale, pipeline
+from support.small_pipelines import Scale, pipeline
 from test_recompute_gradients import INPUTS, Net, llama, sharded
 
 from mindformers_core.mesh import init_device_mesh

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, ops
-from saved_tensors import saved_bytes
-from small_cells import cell_of
+from support.saved_tensors import saved_bytes
+from support.small_cells import cell_of
 from test_recompute_explained import IDS, explained
 from test_recompute_gradients import llama, sharded
 

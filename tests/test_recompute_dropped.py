@@ -2,9 +2,9 @@
 
 import pytest
 from mindspore import Parameter, Tensor, ops
-from planned_models import planned
-from saved_tensors import saved_activations, saved_bytes
-from small_cells import cell_of
+from support.planned_models import planned
+from support.saved_tensors import saved_activations, saved_bytes
+from support.small_cells import cell_of
 
 from mindformers_core.analysis.prediction import Prediction
 from mindformers_core.capture.algorithm_graph import algorithm_of

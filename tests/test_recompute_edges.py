@@ -4,8 +4,8 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
-from recomputations import count_recomputations
-from small_cells import Doubled, cell_of
+from support.recomputations import count_recomputations
+from support.small_cells import Doubled, cell_of
 from test_recompute_gradients import INPUTS, Net, equal, llama, sharded
 
 import mindformers_core

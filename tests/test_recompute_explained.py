@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, ops
 from models import TINY_LLAMA
-from saved_tensors import saved_activations, saved_bytes
-from small_cells import cell_of
+from support.saved_tensors import saved_activations, saved_bytes
+from support.small_cells import cell_of
 from test_recompute_gradients import INPUTS, Net, llama, sharded
 
 from mindformers_core.analysis.prediction import Prediction

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn, ops
 from models import TINY_LLAMA
-from recomputations import count_recomputations
+from support.recomputations import count_recomputations
 
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.models import LlamaConfig, LlamaForCausalLM

@@ -4,7 +4,7 @@ import re
 
 import pytest
 from mindspore import mint, nn
-from small_cells import cell_of
+from support.small_cells import cell_of
 
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.recompute import recompute, swap

@@ -5,8 +5,8 @@ import gc
 import mindspore as ms
 import pytest
 from mindspore import Tensor
-from recomputations import count_recomputations
-from saved_tensors import constants_of, distinct, measured, saved_bytes, scalar_of
+from support.recomputations import count_recomputations
+from support.saved_tensors import constants_of, distinct, measured, saved_bytes, scalar_of
 from test_recompute_gradients import INPUTS, Cast, Half, Net, Views, drawn, llama, sharded
 
 from mindformers_core.analysis.prediction import Prediction

@@ -4,9 +4,9 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from captured_models import Function, small_llama
 from mindspore import Parameter, Tensor, nn, ops
-from planned_models import planned
+from support.captured_models import Function, small_llama
+from support.planned_models import planned
 
 from mindformers_core.analysis.operations import operations
 from mindformers_core.layout import layout

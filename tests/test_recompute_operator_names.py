@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from captured_models import MODELS, small_llama
 from mindspore import Tensor, nn, ops
-from planned_models import planned
-from small_cells import Doubled, cell_of
+from support.captured_models import MODELS, small_llama
+from support.planned_models import planned
+from support.small_cells import Doubled, cell_of
 from test_recompute_patterns import select
 
 from mindformers_core.layout import layout

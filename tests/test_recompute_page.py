@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from launch import ROOT
+from support.launch import ROOT
 from test_recipe import TINY
 
 from mindformers_core.communication import shutdown

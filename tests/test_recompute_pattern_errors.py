@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
-from small_cells import cell_of
+from support.small_cells import cell_of
 from test_recompute_patterns import CELLS, NAMES, name_of, removed, select
 
 from mindformers_core.mesh import init_device_mesh

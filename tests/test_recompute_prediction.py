@@ -4,11 +4,11 @@ import sys
 
 import numpy as np
 import pytest
-from captured_models import MODELS
-from launch import ROOT
 from mindspore import Tensor, nn
 from models import EXAMPLES, axes_of
-from saved_tensors import constants_of, measured, saved_bytes, tensors_in
+from support.captured_models import MODELS
+from support.launch import ROOT
+from support.saved_tensors import constants_of, measured, saved_bytes, tensors_in
 
 from mindformers_core.capture.algorithm_graph import algorithm_of
 from mindformers_core.communication.raw import RawCollective

@@ -5,9 +5,9 @@ import sys
 import mindspore as ms
 import numpy as np
 import pytest
-from generated_modules import module_source, program_of, write
 from mindspore import Parameter, Tensor, ops
-from operator_source_calls import ALL_CALLS, BROKEN, WITHOUT_GRADIENT, WITHOUT_KERNEL, Call
+from support.generated_modules import module_source, program_of, write
+from support.operator_source_calls import ALL_CALLS, BROKEN, WITHOUT_GRADIENT, WITHOUT_KERNEL, Call
 
 from mindformers_core.operators import registered_operators
 from mindformers_core.operators.registry import facts_of

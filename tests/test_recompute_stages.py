@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import mindspore as ms
 import pytest
 from mindspore import Tensor, nn, ops
-from small_cells import cell_of
-from small_pipelines import Scale, array, pipeline
+from support.small_cells import cell_of
+from support.small_pipelines import Scale, array, pipeline
 
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.program.operator_names import Label, OperatorName

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from exhaustive_search import FAMILIES, all_layouts, exhaustive_costs, moving
-from simulated_ranks import check_gradient, collect, distribute, distribute_gradient, run_backward, run_forward
-from work import calls_in
+from support.exhaustive_search import FAMILIES, all_layouts, exhaustive_costs, moving
+from support.simulated_ranks import check_gradient, collect, distribute, distribute_gradient, run_backward, run_forward
+from support.work import calls_in
 
 from mindformers_core.layout import PARTIAL_OPS, Layout
 from mindformers_core.mesh import DeviceMesh

@@ -3,9 +3,9 @@
 import mindspore as ms
 import numpy as np
 import pytest
-from launch import ROOT
 from mindspore import Tensor, nn
-from small_zero import Net
+from support.launch import ROOT
+from support.small_zero import Net
 
 from mindformers_core import check_replicas
 from mindformers_core.communication.messages import check_equal

@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 import test_propagation_random as programs
-from captured_models import MODELS, small_llama
 from mindspore import nn
-from plan_checks import check_plan
-from plan_differences import first_difference
-from planned_models import captured
-from simulated_plans import simulate
-from simulated_ranks import collect
+from support.captured_models import MODELS, small_llama
+from support.plan_checks import check_plan
+from support.plan_differences import first_difference
+from support.planned_models import captured
+from support.simulated_plans import simulate
+from support.simulated_ranks import collect
 from test_saved_plan import CONFIG, MESH, OneWeight, model_of, same_plan
 
 from mindformers_core.capture.capture import capture

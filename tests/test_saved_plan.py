@@ -5,11 +5,11 @@ import os
 from types import SimpleNamespace
 
 import pytest
-from captured_models import MODELS, Reader, Writer, small_llama
 from mindspore import nn
 from models import EXAMPLES, axes_of
-from plan_checks import check_plan
-from planned_models import captured, planned
+from support.captured_models import MODELS, Reader, Writer, small_llama
+from support.plan_checks import check_plan
+from support.planned_models import captured, planned
 
 from mindformers_core.capture.capture import capture
 from mindformers_core.layout import Layout, layout

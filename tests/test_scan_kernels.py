@@ -5,8 +5,8 @@ import sys
 
 import numpy as np
 import pytest
-from launch import ROOT
-from operator_calls import Call, f
+from support.launch import ROOT
+from support.operator_calls import Call, f
 
 sys.path.append(str(ROOT / "scripts"))
 from operator_samples.extremes import compared  # noqa: E402

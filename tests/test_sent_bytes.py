@@ -2,7 +2,7 @@
 
 import mindspore as ms
 import pytest
-from dtype_programs import DTYPES, WITH_GRADIENT, foretold, loss_of, sharded
+from support.dtype_programs import DTYPES, WITH_GRADIENT, foretold, loss_of, sharded
 
 from mindformers_core.communication import count_collectives
 from mindformers_core.communication.world import rank_of

@@ -6,9 +6,9 @@ from queue import SimpleQueue
 import mindspore as ms
 import numpy as np
 import pytest
-from captured_models import Function
 from mindspore import Tensor, mint, nn, ops
-from small_cells import cell_of
+from support.captured_models import Function
+from support.small_cells import cell_of
 
 from mindformers_core import verify
 from mindformers_core.capture.capture import capture

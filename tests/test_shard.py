@@ -6,9 +6,9 @@ from functools import partial
 import mindspore as ms
 import numpy as np
 import pytest
-from captured_models import Function
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
-from small_cells import Linear, Net, cell_of
+from support.captured_models import Function
+from support.small_cells import Linear, Net, cell_of
 
 from mindformers_core import tensor_parallel
 from mindformers_core.layout import layout

@@ -13,8 +13,8 @@ from itertools import product
 import mindspore as ms
 import numpy as np
 import pytest
-from channel_pairs import joined_connections
-from message_tensors import bits_of, random_tensor
+from support.channel_pairs import joined_connections
+from support.message_tensors import bits_of, random_tensor
 
 from mindformers_core.communication.shared_collectives import _HALF, join_memory
 

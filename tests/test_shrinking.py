@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import yaml
 from mindspore import nn, ops
-from plan_differences import first_difference
-from random_recipes import random_recipe
+from support.plan_differences import first_difference
+from support.random_recipes import random_recipe
 
 from mindformers_core.communication import init_distributed, shutdown
 from mindformers_core.layout import layout

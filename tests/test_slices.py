@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 from mindspore import Tensor, mint, ops
-from small_cells import cell_of
-from verified_calls import MESH, MESH_OF_4, Sample, eager, numbers, stopped, verified
+from support.small_cells import cell_of
+from support.verified_calls import MESH, MESH_OF_4, Sample, eager, numbers, stopped, verified
 
 from mindformers_core import shard
 from mindformers_core.communication.world import rank_of

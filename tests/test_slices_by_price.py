@@ -1,7 +1,7 @@
 """A part of a cut dim: taken by an algorithm, or from a gather that other slices share, by price."""
 
 import pytest
-from small_cells import cell_of
+from support.small_cells import cell_of
 
 from mindformers_core.analysis.traffic import bytes_by_axes
 from mindformers_core.capture.algorithm_graph import algorithm_of

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import mindspore as ms
 import numpy as np
 import pytest
-from split_models import SMALL, Sequence, batch, build, config_of, parts_of, whole_of
+from support.split_models import SMALL, Sequence, batch, build, config_of, parts_of, whole_of
 
 from mindformers_core.capture.algorithm_graph import algorithm_of
 from mindformers_core.explaining.report import make_report

@@ -3,7 +3,7 @@
 import mindspore as ms
 import numpy as np
 import pytest
-from split_models import (
+from support.split_models import (
     BOTH_COUNTED,
     SMALL,
     SPLITS,

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from mindspore import Tensor, mint, nn, ops
 from models import EXAMPLES, axes_of
-from plan_checks import MESH, check_plan, move_bytes, plan_of
+from support.plan_checks import MESH, check_plan, move_bytes, plan_of
 from test_redistribution import check_plan as check_steps
 
 from mindformers_core import verify

@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from captured_models import small_llama
 from mindspore import Parameter, Tensor, ops
-from small_cells import cell_of
+from support.captured_models import small_llama
+from support.small_cells import cell_of
 
 from mindformers_core.capture.capture import capture
 from mindformers_core.operators import tensor_meta

@@ -7,7 +7,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
-from saved_tensors import scalar_of
+from support.saved_tensors import scalar_of
 from test_recompute_gradients import INPUTS, Half, Net, drawn, equal, llama, sharded, steps_of, without
 from test_recompute_measured import bytes_of, tensors_in
 

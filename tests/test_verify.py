@@ -9,12 +9,12 @@ from types import SimpleNamespace
 import mindspore as ms
 import numpy as np
 import pytest
-from launch import ROOT
 from mindspore import Tensor, nn, ops
 from models import EXAMPLES, axes_of
-from random_steps import Tower
-from small_cells import Doubled, cell_of
-from small_zero import array
+from support.launch import ROOT
+from support.random_steps import Tower
+from support.small_cells import Doubled, cell_of
+from support.small_zero import array
 from verify_faults import SUBJECTS
 
 from mindformers_core import recompute, shard, verify

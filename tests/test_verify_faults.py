@@ -1,7 +1,7 @@
 """`verify()` finds planted faults, and its report names their places: those of `verify_faults.yaml`."""
 
 import pytest
-from launch import ROOT
+from support.launch import ROOT
 from verify_faults import SUBJECTS, outcome, read_faults
 
 FAULTS = read_faults()

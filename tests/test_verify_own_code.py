@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 from mindspore import Tensor, nn, ops
-from small_cells import Doubled, cell_of
-from small_zero import array
+from support.small_cells import Doubled, cell_of
+from support.small_zero import array
 
 from mindformers_core import local_map, shard, verify
 from mindformers_core.communication import AllReduce

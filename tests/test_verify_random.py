@@ -2,7 +2,7 @@
 
 import pytest
 from models import EXAMPLES
-from random_steps import MESHES, check_delicate, check_example, check_hsdp, check_plan, check_recipe
+from support.random_steps import MESHES, check_delicate, check_example, check_hsdp, check_plan, check_recipe
 
 from mindformers_core.mesh import DeviceMesh
 

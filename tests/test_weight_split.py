@@ -12,8 +12,8 @@ import pytest
 from mindspore import Parameter, ParameterTuple, Tensor, mint, nn, ops
 from mindspore.utils import MsDispatchMode
 from models import TINY_LLAMA
-from small_cells import cell_of
-from split_backward import Compiled, Interpreted, assert_same, filled, gradients
+from support.small_cells import cell_of
+from support.split_backward import Compiled, Interpreted, assert_same, filled, gradients
 
 from mindformers_core.communication import init_distributed
 from mindformers_core.mesh import init_device_mesh

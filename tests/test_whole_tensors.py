@@ -6,7 +6,7 @@ import pytest
 from mindspore import Tensor, amp, nn, ops
 from mindspore.experimental import optim
 from mindspore.ops import clip_by_global_norm
-from small_zero import Net
+from support.small_zero import Net
 
 from mindformers_core.layout import layout
 from mindformers_core.mesh import init_device_mesh

@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from launch import ROOT
 from mindspore import Parameter, Tensor, nn, ops
-from written_models import MODELS, Residual, batches, built
+from support.launch import ROOT
+from support.written_models import MODELS, Residual, batches, built
 
 from mindformers_core import recompute, shard, verify
 from mindformers_core.capture.traced import CaptureError

@@ -7,7 +7,7 @@ import mindspore as ms
 import pytest
 from mindspore import nn
 from mindspore.experimental import optim
-from small_zero import Net
+from support.small_zero import Net
 
 from mindformers_core.layout import layout
 from mindformers_core.mesh import DeviceMesh, init_device_mesh

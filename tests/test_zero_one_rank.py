@@ -7,8 +7,8 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, amp, nn, ops
-from small_cells import cell_of
-from small_zero import Linear, Net, array, both_modes, check, expected, inputs
+from support.small_cells import cell_of
+from support.small_zero import Linear, Net, array, both_modes, check, expected, inputs
 
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.recompute import recompute

@@ -6,7 +6,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn, ops
-from small_zero import Linear, Net, array, both_modes, check, expected, inputs
+from support.small_zero import Linear, Net, array, both_modes, check, expected, inputs
 
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.recompute import recompute

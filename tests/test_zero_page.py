@@ -3,7 +3,7 @@
 import sys
 
 import pytest
-from launch import ROOT
+from support.launch import ROOT
 
 from mindformers_core.communication import shutdown
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, mint, nn, ops
-from zoo_cells import KINDS, WIDTH, EqualNames, HalfInside, HalfThroughout, OwnStrategies, Projected, numbers
+from support.zoo_cells import KINDS, WIDTH, EqualNames, HalfInside, HalfThroughout, OwnStrategies, Projected, numbers
 
 from mindformers_core import explain, full_parameters, verify
 from mindformers_core.capture.capture import capture

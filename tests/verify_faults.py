@@ -12,12 +12,12 @@ from types import CodeType, FunctionType
 
 import numpy as np
 import yaml
-from launch import ROOT
 from mindspore import Tensor, mint, nn, ops
 from models.example import axes_of, columns, rows
 from mutate import Fault
-from random_steps import TINY, Tower, check_example
-from small_zero import Net, array
+from support.launch import ROOT
+from support.random_steps import TINY, Tower, check_example
+from support.small_zero import Net, array
 
 from mindformers_core import recompute, shard, verify
 from mindformers_core.layout import layout

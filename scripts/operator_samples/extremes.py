@@ -1,15 +1,15 @@
 """Rows of extremes: what a kernel gives for infinities, NaN, zeros, denormal and large numbers, against NumPy.
 
-The calls are those of tests/operator_source_calls.py, with other floats. NumPy's function is computed in float64, and
-in the kernel's own dtype: a kernel is right where it agrees with either.
+The calls are those of tests/support/operator_source_calls.py, with other floats. NumPy's function is computed in
+float64, and in the kernel's own dtype: a kernel is right where it agrees with either.
 """
 
 from dataclasses import replace
 
 import mindspore as ms
 import numpy as np
-from generated_modules import module_source, program_of
 from mindspore import Tensor
+from support.generated_modules import module_source, program_of
 
 __all__ = ["DTYPES", "KINDS", "compared"]
 

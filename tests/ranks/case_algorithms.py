@@ -2,12 +2,12 @@
 
 import mindspore as ms
 import numpy as np
-from algorithm_calls import CASES, IMAGES, KERNELS, LABELS, LOSSES, NUMBERS, SOFTMAX, WINDOWS, Several
-from joint_operators import few, many, pair_sum, register
-from launch import on_ranks
 from mindspore import Tensor, mint, nn, ops
 from one_card import part_of
-from small_cells import cell_of
+from support.algorithm_calls import CASES, IMAGES, KERNELS, LABELS, LOSSES, NUMBERS, SOFTMAX, WINDOWS, Several
+from support.joint_operators import few, many, pair_sum, register
+from support.launch import on_ranks
+from support.small_cells import cell_of
 
 from mindformers_core.layout import layout
 from mindformers_core.mesh import init_device_mesh

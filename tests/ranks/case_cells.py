@@ -4,11 +4,11 @@ from functools import partial
 
 import mindspore as ms
 import numpy as np
-from launch import on_ranks
 from mindspore import Parameter, ParameterTuple, Tensor, mint, nn, ops
 from mindspore.common.initializer import Normal, initializer
 from one_card import part_of
-from small_cells import cell_of
+from support.launch import on_ranks
+from support.small_cells import cell_of
 from truth import once
 
 from mindformers_core.communication import count_collectives, world

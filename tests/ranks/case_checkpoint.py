@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from case_training import CONFIGS, SMALL, job_on, pipeline
-from launch import on_ranks
+from support.launch import on_ranks
 
 from mindformers_core.checkpoint.load import check_checksums, open_checkpoint
 from mindformers_core.checkpoint.save import SaveError

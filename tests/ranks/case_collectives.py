@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import mindspore as ms
 import numpy as np
 import pytest
-from dtype_programs import foretold, loss_of, sharded
 from graph_collectives import count_in_graph
-from launch import on_ranks
-from simulated_ranks import backward, forward
+from support.dtype_programs import foretold, loss_of, sharded
+from support.launch import on_ranks
+from support.simulated_ranks import backward, forward
 
 from mindformers_core import communication as comm
 from mindformers_core.analysis import traffic

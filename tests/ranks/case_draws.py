@@ -6,9 +6,9 @@ from importlib import import_module
 
 import mindspore as ms
 import numpy as np
-from launch import on_ranks
 from mindspore import Tensor, mint, nn, ops
 from pipeline_models import assert_alike, schedule_of, train
+from support.launch import on_ranks
 from truth import once
 
 from mindformers_core.communication import world

@@ -5,9 +5,9 @@ from itertools import product
 import mindspore as ms
 import numpy as np
 import pytest
-from launch import on_ranks
 from mindspore import Parameter, Tensor, nn, ops
 from one_card import Claim, check, draw, part_of, verify
+from support.launch import on_ranks
 
 from mindformers_core.communication import AllReduce, count_collectives, world
 from mindformers_core.layout import Layout, layout

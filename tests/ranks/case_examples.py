@@ -5,7 +5,7 @@ import sys
 from contextlib import redirect_stdout
 
 import numpy as np
-from launch import ROOT, on_ranks
+from support.launch import ROOT, on_ranks
 from truth import once
 
 from mindformers_core.communication import world

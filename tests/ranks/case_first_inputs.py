@@ -7,9 +7,9 @@ import tempfile
 import mindspore as ms
 import numpy as np
 import pytest
-from launch import on_ranks
 from mindspore import Tensor, mint, nn, ops
-from small_cells import cell_of
+from support.launch import on_ranks
+from support.small_cells import cell_of
 
 from mindformers_core import full_parameters, init_device_mesh, jit, shard
 from mindformers_core.communication import count_collectives, world

@@ -4,8 +4,8 @@ import os
 import shutil
 import tempfile
 
-from launch import on_ranks
-from small_generation import (
+from support.launch import on_ranks
+from support.small_generation import (
     DRAWN,
     GREEDY,
     PROMPTS,

@@ -8,11 +8,11 @@ import numpy as np
 from case_shard import BATCH, HIDDEN, LENGTH, compare, layers_alone, layers_input, sharded_layers
 from engines import check_engines, check_in_graph, check_in_pynative
 from graph_collectives import count_in_graph
-from launch import on_ranks
 from mindspore import Tensor, ops
 from models import EXAMPLES, language, plain, vision
 from models.authors import AUTHORS
 from one_card import part_of
+from support.launch import on_ranks
 
 from mindformers_core.communication import world
 from mindformers_core.mesh import init_device_mesh

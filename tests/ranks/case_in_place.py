@@ -3,10 +3,10 @@
 import mindspore as ms
 import numpy as np
 import pytest
-from in_place_models import Noisy, Sharing, inputs
-from launch import on_ranks
 from mindspore import Tensor, mint, ops
 from one_card import part_of
+from support.in_place_models import Noisy, Sharing, inputs
+from support.launch import on_ranks
 from truth import once
 
 from mindformers_core.layout import bind_layout, layout

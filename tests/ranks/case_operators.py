@@ -7,11 +7,11 @@ On one axis; at night on a 2x2 mesh, too, which tests in one process and random 
 import numpy as np
 from accepted import AXES, accepted, at_random
 from direct_calls import DirectCall
-from launch import on_ranks
 from mindspore_calls import CALLS
 from one_card import check, draw, is_float
-from operator_source_calls import ALL_CALLS, BROKEN, WITHOUT_GRADIENT, WITHOUT_KERNEL
 from recorded_rules import rules_met
+from support.launch import on_ranks
+from support.operator_source_calls import ALL_CALLS, BROKEN, WITHOUT_GRADIENT, WITHOUT_KERNEL
 
 from mindformers_core.communication import world
 from mindformers_core.layout import Layout

@@ -3,7 +3,7 @@
 import sys
 
 import numpy as np
-from launch import ROOT, on_ranks
+from support.launch import ROOT, on_ranks
 from truth import once
 
 from mindformers_core.communication import world

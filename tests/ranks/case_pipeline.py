@@ -3,8 +3,8 @@
 import mindspore as ms
 import numpy as np
 import pytest
-from launch import on_ranks
 from pipeline_models import assert_alike, batch, my_rows, one_card, part, pipelined, schedule_of, sharded_part
+from support.launch import on_ranks
 
 from mindformers_core.communication import count_collectives, world
 from mindformers_core.mesh import init_device_mesh

@@ -6,8 +6,8 @@ from contextlib import redirect_stdout
 
 import mindspore as ms
 import numpy as np
-from documents import code_blocks
-from launch import ROOT, on_ranks
+from support.documents import code_blocks
+from support.launch import ROOT, on_ranks
 
 from mindformers_core.communication import world
 from mindformers_core.models import LlamaForCausalLM

@@ -5,8 +5,8 @@ import random
 
 import mindspore as ms
 import numpy as np
-from launch import on_ranks
 from mindspore import ops
+from support.launch import on_ranks
 
 from mindformers_core.communication import channel, count_collectives, world
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import mindspore as ms
 import numpy as np
 import pytest
-from launch import on_ranks
 from mindspore import Parameter, Tensor, nn, ops
-from small_cells import cell_of
+from support.launch import on_ranks
+from support.small_cells import cell_of
 
 from mindformers_core.communication import world
 from mindformers_core.layout import layout

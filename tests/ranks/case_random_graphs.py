@@ -9,10 +9,10 @@ from unittest import mock
 
 import mindspore as ms
 import numpy as np
-from launch import on_ranks
 from mindspore import Tensor, mint
 from one_card import part_of
 from random_cells import random_cell, random_plan
+from support.launch import on_ranks
 
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.tensor_parallel import DTensor, jit, shard

@@ -4,10 +4,10 @@ from unittest import mock
 
 import numpy as np
 from accepted import AXES, layouts_of
-from launch import on_ranks
 from mindspore import Tensor, mint
 from one_card import check
 from random_cells import SIZE, execute, leaves, random_block, random_shapes
+from support.launch import on_ranks
 
 from mindformers_core.mesh import init_device_mesh
 

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import numpy as np
-from documents import code_blocks
-from launch import on_ranks
+from support.documents import code_blocks
+from support.launch import on_ranks
 
 README = Path(__file__).parent.parent.parent / "README.md"
 

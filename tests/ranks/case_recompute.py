@@ -6,11 +6,11 @@ import mindspore as ms
 import numpy as np
 import pytest
 from case_shard import Parallel
-from launch import on_ranks
 from mindspore import Parameter, Tensor, nn, ops
 from models import TINY_LLAMA
-from recomputations import count_recomputations
-from saved_tensors import measured, saved_bytes
+from support.launch import on_ranks
+from support.recomputations import count_recomputations
+from support.saved_tensors import measured, saved_bytes
 
 from mindformers_core.capture.algorithm_graph import algorithm_of
 from mindformers_core.communication import count_collectives, world

@@ -2,8 +2,8 @@
 
 import mindspore as ms
 from case_recompute import FULL, OPERATORS, Tower, X
-from launch import on_ranks
 from mindspore import Tensor
+from support.launch import on_ranks
 
 from mindformers_core.capture.algorithm_graph import algorithm_of
 from mindformers_core.communication import count_collectives

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from case_training import job_on, pipeline
-from launch import on_ranks
+from support.launch import on_ranks
 
 from mindformers_core.checkpoint.between_meshes import global_checksums, relayout
 from mindformers_core.checkpoint.parts import Ranks, parts_of_all

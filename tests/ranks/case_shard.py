@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import mindspore as ms
 import numpy as np
-from launch import on_ranks
 from mindspore import Tensor, nn, ops
 from models import TINY_LLAMA
+from support.launch import on_ranks
 from truth import once
 
 from mindformers_core.communication import count_collectives, world

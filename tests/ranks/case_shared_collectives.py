@@ -5,7 +5,7 @@ from itertools import product
 import mindspore as ms
 import numpy as np
 import pytest
-from launch import on_ranks
+from support.launch import on_ranks
 
 from mindformers_core import communication as comm
 from mindformers_core.communication import shared_collectives, world

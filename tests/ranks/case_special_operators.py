@@ -5,10 +5,10 @@ from itertools import product
 import mindspore as ms
 import numpy as np
 import pytest
-from algorithm_calls import EXTREMES, TIES
-from launch import on_ranks
 from mindspore import Tensor, mint, ops
 from one_card import check, draw, part_of
+from support.algorithm_calls import EXTREMES, TIES
+from support.launch import on_ranks
 
 from mindformers_core.communication import world
 from mindformers_core.layout import Layout, layout

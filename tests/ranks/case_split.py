@@ -1,9 +1,9 @@
 """`split()` on ranks: its three cases against the whole weight, drawn on one card from the same seed."""
 
 import numpy as np
-from launch import on_ranks
 from mindspore import Tensor
 from mindspore.common.initializer import Normal
+from support.launch import on_ranks
 
 from mindformers_core.layout import layout
 from mindformers_core.mesh import init_device_mesh

@@ -5,7 +5,7 @@ from pathlib import Path
 import mindspore as ms
 import numpy as np
 import pytest
-from launch import on_ranks
+from support.launch import on_ranks
 from truth import once
 
 from mindformers_core.communication import world

@@ -3,10 +3,10 @@
 import mindspore as ms
 import numpy as np
 from case_shard import MLP, Parallel, batch, my_rows, tiny
-from launch import on_ranks
 from mindspore import Tensor, nn, ops
-from small_cells import cell_of
-from split_backward import Interpreted, assert_same, filled, gradients
+from support.launch import on_ranks
+from support.small_cells import cell_of
+from support.split_backward import Interpreted, assert_same, filled, gradients
 
 from mindformers_core.communication import count_collectives
 from mindformers_core.layout import layout

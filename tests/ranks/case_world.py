@@ -5,8 +5,8 @@ from pathlib import Path
 
 import mindspore as ms
 import numpy as np
-from launch import on_ranks
 from mindspore import communication, ops
+from support.launch import on_ranks
 
 from mindformers_core.communication import init_distributed, world
 from mindformers_core.mesh import launch_rank

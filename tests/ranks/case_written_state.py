@@ -2,11 +2,11 @@
 
 import mindspore as ms
 import numpy as np
-from launch import on_ranks
 from mindspore import Tensor, ops
 from one_card import part_of
+from support.launch import on_ranks
+from support.written_models import MODELS, batches, built
 from truth import once
-from written_models import MODELS, batches, built
 
 from mindformers_core.layout import bind_layout
 from mindformers_core.mesh import init_device_mesh

@@ -3,8 +3,8 @@
 from math import prod
 
 import numpy as np
-from launch import on_ranks
 from mindspore import Tensor
+from support.launch import on_ranks
 from zero_runs import (
     NORM,
     alone,

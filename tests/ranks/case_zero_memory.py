@@ -2,8 +2,8 @@
 
 import numpy as np
 import psutil
-from launch import on_ranks
 from mindspore import Tensor, nn
+from support.launch import on_ranks
 
 from mindformers_core.communication import count_collectives
 from mindformers_core.optimizers.adamw import AdamW

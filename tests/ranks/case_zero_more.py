@@ -3,8 +3,8 @@
 import mindspore as ms
 import numpy as np
 import pytest
-from launch import on_ranks
 from mindspore import Parameter, Tensor, amp, nn
+from support.launch import on_ranks
 from zero_towers import SIZE, Tower, adam, assert_equal, check_tower, examples, train_alone, train_tower, values_of
 
 from mindformers_core.communication import world

@@ -2,8 +2,8 @@
 
 import mindspore as ms
 import numpy as np
-from launch import on_ranks
 from mindspore import Tensor, amp
+from support.launch import on_ranks
 
 from mindformers_core.communication import count_collectives, world
 from mindformers_core.layout import Layout

@@ -2,8 +2,8 @@
 
 import sys
 
-from documents import code_blocks
-from launch import ROOT, on_ranks
+from support.documents import code_blocks
+from support.launch import ROOT, on_ranks
 
 sys.path.insert(0, str(ROOT / "docs"))
 from make_zero import PAGE, measured_table  # noqa: E402

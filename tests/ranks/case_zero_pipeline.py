@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from launch import on_ranks
 from pipeline_models import LAYERS, assert_alike, batch, my_rows, one_card, pipelined, schedule_of, sharded_part, train
+from support.launch import on_ranks
 
 from mindformers_core.communication import count_collectives, world
 from mindformers_core.mesh import init_device_mesh

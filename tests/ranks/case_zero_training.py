@@ -1,7 +1,7 @@
 """Training by recipe with sharded state, gradients and weights: the curve and the parameters of one rank."""
 
 from case_training import DEEP, compare_with_one_rank, pipeline
-from launch import on_ranks
+from support.launch import on_ranks
 
 from mindformers_core.communication import count_collectives
 from mindformers_core.trainer.training_loop import train_step

@@ -3,9 +3,9 @@
 import mindspore as ms
 import numpy as np
 import pytest
-from launch import on_ranks
 from mindspore import Tensor, nn
-from small_cells import cell_of
+from support.launch import on_ranks
+from support.small_cells import cell_of
 from zero_towers import SIZE, Tower, adam, assert_equal, check_tower, examples, train_alone, train_tower, values_of
 
 from mindformers_core.communication import count_collectives, world

@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 from mindspore import Tensor, nn
-from small_cells import cell_of
+from support.small_cells import cell_of
 
 from mindformers_core import communication
 from mindformers_core.mesh import DeviceMesh

@@ -1,7 +1,7 @@
-"""Runs `case_*` functions on this rank, one after the other; started by `tests/launch.py` under msrun.
+"""Runs `case_*` functions on this rank, one after the other; started by `tests/support/launch.py` under msrun.
 
 How to write a multi-rank test:
-1. Make a file `tests/ranks/case_<topic>.py` with `from launch import on_ranks`.
+1. Make a file `tests/ranks/case_<topic>.py` with `from support.launch import on_ranks`.
 2. In it, functions `case_<what>()` without arguments, decorated `@on_ranks(2)`, `@on_ranks(2, 4)` or, to run on more
    ranks only at night, `@on_ranks(4, nightly=(8,))`.
    Every rank calls the function; communication is initialised: `from mindformers_core.communication import world`.

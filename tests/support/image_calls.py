@@ -5,9 +5,9 @@ written as source, and that local calls have the shapes of parts.
 """
 
 import numpy as np
-from image_functions import convolution, group_norm, pooling
 from mindspore import Tensor, ops
-from operator_calls import Call, f, ints, local
+from support.image_functions import convolution, group_norm, pooling
+from support.operator_calls import Call, f, ints, local
 
 __all__ = ["CUT", "IMAGE_CALLS", "WITHOUT_GRADIENT", "WITHOUT_KERNEL"]
 

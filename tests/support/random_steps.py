@@ -5,11 +5,11 @@ from pathlib import Path
 
 import mindspore as ms
 import numpy as np
-from launch import ROOT
 from mindspore import Tensor, mint, nn, ops
 from models import EXAMPLES, axes_of
 from models.example import columns, rows
-from small_zero import Net, array
+from support.launch import ROOT
+from support.small_zero import Net, array
 
 from mindformers_core import recompute, shard, swap, verify
 from mindformers_core.communication import world
@@ -19,7 +19,7 @@ from mindformers_core.trainer.recipe_loader import load_recipe
 from mindformers_core.trainer.verifying import verify_recipe
 from mindformers_core.zero import hsdp
 
-sys.path.append(str(Path(__file__).parent / "ranks"))
+sys.path.append(str(Path(__file__).parent.parent / "ranks"))
 
 from random_cells import random_cell, random_plan  # noqa: E402 (found by the path)
 

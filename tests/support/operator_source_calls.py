@@ -1,9 +1,8 @@
 """Operator calls beside those of `operator_calls`: together they are of every operator that has a rule."""
 
-import image_calls
 import numpy as np
-import scatter_calls
-from operator_calls import CALLS, Call, bools, f, ints
+from support import image_calls, scatter_calls
+from support.operator_calls import CALLS, Call, bools, f, ints
 
 X, Y, POSITIVE = f(4, 8), f(2, 4, 8), np.abs(f(4, 8))
 SMALL = X / 4

@@ -3,9 +3,9 @@
 import sys
 from dataclasses import replace
 
-from launch import ROOT
 from mindspore import Parameter, nn
 from mindspore.common.initializer import initializer
+from support.launch import ROOT
 
 sys.path.insert(0, str(ROOT / "examples"))
 

@@ -1,7 +1,7 @@
 """Runs a `CellPlan` in NumPy, forward, on simulated ranks: a tensor is a dict from rank to array."""
 
 import numpy as np
-from simulated_ranks import distribute, run_forward
+from support.simulated_ranks import distribute, run_forward
 
 from mindformers_core.program.graph import match_arguments
 from mindformers_core.program.plan import CallPlan, Redistribution

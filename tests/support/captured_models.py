@@ -7,7 +7,7 @@ import numpy as np
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from models import EXAMPLES, Classifier, llama
 from models.example import floats, ids
-from small_cells import cell_of
+from support.small_cells import cell_of
 
 __all__ = ["MODELS", "Closure", "Function", "Passing", "assert_unchanged", "small_llama", "snapshot"]
 

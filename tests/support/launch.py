@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-TESTS = Path(__file__).resolve().parent
+TESTS = Path(__file__).resolve().parent.parent
 ROOT = TESTS.parent
 WORKER = TESTS / "ranks" / "worker.py"
 # As it was when pytest began: launches run beside tests that set variables. Of a graph that is written into files,

@@ -1,7 +1,7 @@
 """Calls of scatters, losses and operators of experts, with what they compute, in NumPy: a part of `ALL_CALLS`."""
 
 import numpy as np
-from operator_calls import Call, bools, f, ints
+from support.operator_calls import Call, bools, f, ints
 
 __all__ = [
     "BROKEN",

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 import numpy as np
-from image_functions import smooth_l1_loss
+from support.image_functions import smooth_l1_loss
 
 RANDOM = np.random.default_rng(7)
 

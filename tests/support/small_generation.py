@@ -18,7 +18,7 @@ from mindformers_core.trainer.recipe import recipe_mesh
 from mindformers_core.trainer.recipe_loader import load_recipe
 from mindformers_core.trainer.training_loop import begin_job, train_step
 
-RECIPE = str(Path(__file__).parent.parent / "configs" / "llama_tiny_pp.yaml")
+RECIPE = str(Path(__file__).parent.parent.parent / "configs" / "llama_tiny_pp.yaml")
 SMALL = (
     "training.local_batch_size=2", "training.global_batch_size=8", "train_dataset.seq_length=16",
     "model.hidden_size=16", "model.intermediate_size=24", "model.num_hidden_layers=4", "model.num_attention_heads=4",
