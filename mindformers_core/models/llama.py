@@ -130,8 +130,8 @@ class LlamaForCausalLM(nn.Cell):
     """The decoder with its output layer: ids (batch, length) → float logits (batch, length, vocab_size), or the loss.
 
     With shifted `labels` (batch, length) the output is the mean cross-entropy, a float32 scalar, over the labels other
-    than -100. In a pipeline only the last stage has an output layer; the others return hidden states (batch, length,
-    hidden_size), which replace ids as the input of the next stage.
+    than -100; or its sum, and their number (int32). In a pipeline only the last stage has an output layer; the others
+    return hidden states (batch, length, hidden_size), which replace ids as the input of the next stage.
 
     After `add_caches` the model generates: a call also takes the slots of its positions (length,), the same for all
     rows, and of every row its first slot that isn't padding, `starts` (batch,); logits are those of the last position,
@@ -141,9 +141,10 @@ class LlamaForCausalLM(nn.Cell):
         config: a `LlamaConfig`.
         layer_spec: classes of a layer and its parts.
         layers: the `LayerRange` to build, see `split_layers`; None: the whole model.
+        loss: `"mean"` (default) or `"sum"`.
     """
 
-    def __init__(self, config, layer_spec=LLAMA_LAYER, layers=None):
+    def __init__(self, config, layer_spec=LLAMA_LAYER, layers=None, loss="mean"):
         super().__init__()
         self.model = LlamaModel(config, layer_spec, layers)
         self.is_tied = config.tie_word_embeddings
@@ -151,7 +152,7 @@ class LlamaForCausalLM(nn.Cell):
         if self.model.norm is not None and not self.is_tied:
             settings = {"weight_init": Normal(config.initializer_range), "dtype": getattr(ms, config.dtype)}
             self.lm_head = ColumnParallelLinear(config.hidden_size, config.vocab_size, **settings)
-        self.loss = VocabParallelCrossEntropy()
+        self.loss = VocabParallelCrossEntropy(loss=loss)
 
     def add_caches(self, batch, length):
         """Give every layer a `KeyValueCache` of `length` slots for `batch` rows."""
@@ -189,3 +190,8 @@ class LlamaForCausalLM(nn.Cell):
         else:
             return hidden_states
         return logits if labels is None else self.loss(logits, labels)
+
+
+def llama_for_training(config, layers=None):
+    """A `LlamaForCausalLM` that returns the sum of the losses, and the number of labels."""
+    return LlamaForCausalLM(config, layers=layers, loss="sum")

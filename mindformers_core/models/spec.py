@@ -67,8 +67,11 @@ class ModelSpec:
 
     Attributes:
         cell: class of the model, or its import path, "package.module:Class". `cell(config)` builds the model on the
-            meta device. The model takes the arrays of a batch, and returns the loss, a mean over samples.
+            meta device. The model takes the arrays of a batch, and returns the loss.
         config: dataclass of the recipe's section `model`; the key `model.KEY` is its field KEY.
+        loss: `"sum"`: the model returns the sum of its labels' losses and the number of labels that count, so that each
+            weighs alike in a step, wherever it lies. `"mean"` (default): it returns a mean, alone or first, and every
+            micro-batch weighs alike: right where all samples do.
         inputs: names of the arguments of `construct`, in the order of the arrays of the dataset. Only pipelines need
             them: the first array is passed from stage to stage, the others to each stage by name.
         boundary: `boundary(config, batch, length)` is the `TensorMeta` that a stage sends to the next, with `length`
@@ -82,6 +85,7 @@ class ModelSpec:
 
     cell: object
     config: type
+    loss: str = "mean"
     inputs: tuple = ()
     boundary: Callable | None = None
     tied: Callable = lambda config: ()
@@ -89,6 +93,8 @@ class ModelSpec:
     hugging_face: HuggingFaceFormat | None = None
 
     def __post_init__(self):
+        if self.loss not in ("mean", "sum"):
+            raise ValueError(f'ModelSpec.loss: {self.loss!r} should be "mean" or "sum"')
         for name in ("boundary", "tied", "divided"):
             if not callable(value := getattr(self, name)) and value is not None:
                 raise TypeError(f"ModelSpec.{name}: {value!r} should be a function, as {name}=lambda config: …")
@@ -125,8 +131,9 @@ DEFAULT_MODEL = "llama"
 MODELS = MappingProxyType(
     {
         DEFAULT_MODEL: ModelSpec(
-            "mindformers_core.models.llama:LlamaForCausalLM",
+            "mindformers_core.models.llama:llama_for_training",
             LlamaConfig,
+            loss="sum",
             inputs=("input_ids", "labels"),
             boundary=lambda config, batch, length: tensor_meta((batch, length, config.hidden_size), config.dtype),
             tied=lambda config: ("model.embed_tokens.weight",) if config.tie_word_embeddings else (),

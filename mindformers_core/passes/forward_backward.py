@@ -20,6 +20,27 @@ def is_differentiable(tensor):
     return is_float(dtype_name(tensor.dtype))
 
 
+def check_loss(loss, where):
+    """Raise `ValueError` unless `loss` is the name of a form: `"mean"`, or `"sum"`, with a number of labels."""
+    if loss not in ("mean", "sum"):
+        raise ValueError(f'{where}(loss={loss!r}): should be "mean" or "sum"')
+
+
+def label_count(results, label):
+    """The number of labels that a Cell's results have second, a tensor without dims.
+
+    Raises:
+        ValueError: no such result; names the Cell, `label`.
+    """
+    if len(results) < 2 or results[1].ndim > 0:
+        found = f"tensors of shapes {[tuple(each.shape) for each in results]}" if len(results) > 1 else "a loss alone"
+        raise ValueError(
+            f'{label} should return the sum of its losses and the number of labels, two scalars, as loss="sum" says: '
+            f"it gave {found}"
+        )
+    return results[1]
+
+
 class _Call(NamedTuple):
     """An outstanding forward pass: its tape (None where no gradient is needed), inputs, and differentiated outputs."""
 

@@ -9,6 +9,7 @@ from mindspore import ops
 from mindformers_core.algorithms.dropout import draws_of, next_draw, set_next_draw
 from mindformers_core.dtypes import dtype_name
 from mindformers_core.layout import LayoutSpec, bind_layout
+from mindformers_core.passes.forward_backward import label_count
 from mindformers_core.passes.stage_function import own_class
 from mindformers_core.pipeline.agreement import check_argument_names, check_stage_numbers, tied_parameters
 from mindformers_core.pipeline.tables.dependencies import plain_steps
@@ -16,7 +17,7 @@ from mindformers_core.pipeline.tables.step import MetaStepType
 from mindformers_core.sharding.sharded_cells import ShardedCell, tree_of
 
 # first entry of a message's tag; for the messages of a schedule's steps it is the type of the step
-_DESCRIPTIONS, _GRADIENTS, _RESULTS, _ACTIVATIONS, _PROGRAMS = range(len(MetaStepType), len(MetaStepType) + 5)
+_DESCRIPTIONS, _GRADIENTS, _RESULTS, _ACTIVATIONS, _PROGRAMS, _LABELS = range(len(MetaStepType), len(MetaStepType) + 6)
 
 
 class RankStages:
@@ -33,6 +34,7 @@ class RankStages:
         described: the descriptions of all stages of the pipeline, see `_description`.
         current_pass: end of the tags of the current pass, unique among passes and pipelines: a pass that failed may
             have left messages.
+        labels: number of the labels of the current pass, where the loss is a sum; of the last stage.
         draws: (micro-batch, stage) -> offset of the stage's first random draw in this pass; after the last stage, that
             of what follows. It travels with the tensors between stages, so that draws are counted as on one card.
         tied: path of a parameter that several stages hold -> `(stage, place among its parameters)` of each, ascending.
@@ -45,7 +47,7 @@ class RankStages:
     def __init__(self, stages, stage_ranks):
         self.stages = {stage.stage_index: stage for stage in stages}
         self.stage_ranks = tuple(stage_ranks)
-        some = stages[0]
+        some, self.labels = stages[0], 0
         self.ranks, self.rank, self.channel = some.ranks, self.stage_ranks[some.stage_index], some.channel
         self.axes = (some.axis,)
         received = self._from_all((secrets.randbits(31), [_description(stage) for stage in stages]), _DESCRIPTIONS)
@@ -86,7 +88,7 @@ class RankStages:
         Raises:
             ValueError: on all ranks, after the first pass: a pattern of recompute or swap that matches on no stage.
         """
-        self.current_pass = self.current_pass[0], self.current_pass[1] + 1
+        self.current_pass, self.labels = (self.current_pass[0], self.current_pass[1] + 1), 0
         check_argument_names(names, self.described)
         self._check_policies()
         split, is_complete, self.draws, following = self._split(table), False, {}, next_draw()
@@ -100,6 +102,8 @@ class RankStages:
                 self._check_programs()
                 for number, holders in enumerate(self.tied.values()):
                     self._sum_gradients(number, holders)
+                if self.described[-1]["has_count"]:
+                    self._share_labels()
                 ends = [offset for (_, stage), offset in self.draws.items() if stage == len(self.stage_ranks)]
                 following = max(ends, default=following)
             is_complete = True
@@ -115,6 +119,8 @@ class RankStages:
         with draws_of(stage.block(micro_index), first):
             outputs = stage.forward(micro_index, inputs, kwargs)
             self.draws[micro_index, stage_index + 1] = next_draw()
+        if stage.has_count:
+            self.labels = self.labels + label_count(outputs, stage.label)
         return outputs
 
     def results(self, returned, dim, is_shared):
@@ -122,14 +128,15 @@ class RankStages:
 
         Args:
             returned: the outputs of all micro-batches, a list of tuples; ignored on other ranks than the last stage's.
-            dim: dim for the concatenation of tensors; scalars become their mean.
+            dim: dim for the concatenation of tensors; scalars become their mean, a sum of losses and the number of
+                labels sums.
             is_shared: whether all ranks get the results.
         """
         last = len(self.stage_ranks) - 1
         tag = (_RESULTS, last, 0, *self.current_pass)
         if last not in self.stages:
             return self.channel.receive(self.global_rank(last), tag, "results") if is_shared else None
-        results = _merged(returned, dim, self.stages[last].label)
+        results = _merged(returned, dim, self.stages[last])
         for rank, number in enumerate(self.ranks) if is_shared else ():
             if rank != self.rank:
                 self.channel.send(results, number, tag, self.axes)
@@ -204,6 +211,19 @@ class RankStages:
 
         self._on_all_stages(check, _ACTIVATIONS)
 
+    def _share_labels(self):
+        """Tell all stages the number of labels of the current pass."""
+        last = len(self.stage_ranks) - 1
+        tag = (_LABELS, last, 0, *self.current_pass)
+        if last in self.stages:
+            self.labels = self.labels.item()
+            for rank in self.ranks[: self.rank] + self.ranks[self.rank + 1 :]:
+                self.channel.send_object(self.labels, rank, tag)
+        else:
+            self.labels = self.channel.receive_object(self.global_rank(last), tag)
+        for stage in self.stages.values():
+            stage.weight_gradients.labels = (stage.weight_gradients.labels or 0) + self.labels
+
     def _sum_gradients(self, number, holders):
         """The first stage's rank sums in the order of stages, and sends the sum to the others: equal bits on all."""
         root = self.stage_ranks[holders[0][0]]
@@ -259,6 +279,7 @@ def _description(stage):
         "takes_any": stage.function.takes_any,
         "inputs": inputs,
         "tied": list(stage.tied),
+        "has_count": stage.has_count,
         "activations": _summary(stage),
         "parameters": parameters,
         "values": values,
@@ -285,8 +306,9 @@ def _summary(stage):
     return None if summary is None else summary | {"compiled": stage.compiled}
 
 
-def _merged(returned, dim, label):
-    """The results of all micro-batches, a list of tuples, as one tuple: joined along `dim`, of scalars the mean."""
+def _merged(returned, dim, stage):
+    """The results of all micro-batches, a list of tuples, as one tuple, see `RankStages.results`."""
+    label = stage.label
     counts = sorted({len(each) for each in returned})
     if len(counts) > 1:
         raise ValueError(f"{label} returned {counts} tensors for different micro-batches: should be as many")
@@ -294,7 +316,8 @@ def _merged(returned, dim, label):
     for place, tensors in enumerate(zip(*returned)):
         shape = tuple(tensors[0].shape)
         if not shape:
-            merged.append(sum(tensors[1:], tensors[0]) / len(tensors))
+            total = sum(tensors[1:], tensors[0])
+            merged.append(total if stage.has_count and place < 2 else total / len(tensors))
         elif not -len(shape) <= dim < len(shape):
             raise ValueError(f"output {place} of {label} has the shape {shape}: no dim {dim} to join it along")
         else:

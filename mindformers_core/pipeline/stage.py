@@ -8,7 +8,7 @@ from mindspore import nn, ops
 from mindformers_core.algorithms.dropout import block_of
 from mindformers_core.communication import channel, world
 from mindformers_core.dtypes import dtype_name
-from mindformers_core.passes.forward_backward import ForwardBackward, is_differentiable
+from mindformers_core.passes.forward_backward import ForwardBackward, check_loss, is_differentiable
 from mindformers_core.passes.stage_function import StageFunction, own_class
 from mindformers_core.pipeline.agreement import check_boundary
 from mindformers_core.pipeline.rank_stages import RankStages
@@ -48,10 +48,13 @@ class PipelineStage:
         loss_scale: of the last stage: a `zero.LossScale`; the gradients are those of the loss times its `value`. All
             ranks have to `unscale()` the gradients of their stages by an equal LossScale over the whole mesh.
         compiled: whether forward and backward pass are compiled with `jit`, once for all micro-batches of a shape.
+        loss: of the last stage: `"mean"`: every micro-batch weighs alike. `"sum"`: the Cell, or `loss_fn`, returns the
+            sum of its labels' losses and, second, the number of these labels; `gradients` are those of the mean over all
+            labels of all runs. Default: `"mean"`.
 
     Attributes:
         cell, stage_index, stage_num, tied, compiled, axis: as given.
-        is_last: whether this stage returns the loss.
+        is_last: whether this stage returns the loss; has_count: whether that is a sum, with a number of labels.
         ranks: the global ranks of the pipeline that this rank belongs to, in the axis' order; `rank_num` of them.
         parameters: tuple of the trainable `Parameter`s, `cell.trainable_params()`.
         function: the `StageFunction` of the Cell.
@@ -63,17 +66,19 @@ class PipelineStage:
     """
 
     def __init__(
-        self, cell, stage_index, stage_num, mesh=None, axis="pp", loss_fn=None, compiled=False, tied=(), loss_scale=None
-    ):
+        self, cell, stage_index, stage_num, mesh=None, axis="pp", loss_fn=None, compiled=False, tied=(),
+        loss_scale=None, loss="mean",
+    ):  # fmt: skip
         if not isinstance(cell, nn.Cell):
             raise TypeError(f"PipelineStage() takes a Cell, an instance of a subclass of nn.Cell, not {cell!r}")
         if stage_index not in range(stage_num):
             raise ValueError(f"stage {stage_index!r} of {stage_num}: stages count from 0 to {stage_num - 1}")
-        for name, given in (("loss_fn", loss_fn), ("loss_scale", loss_scale)):
-            if given is not None and stage_index != stage_num - 1:
+        check_loss(loss, "PipelineStage")
+        for name, given in (("loss_fn", loss_fn), ("loss_scale", loss_scale), ("loss", loss)):
+            if given not in (None, "mean") and stage_index != stage_num - 1:
                 raise ValueError(f"stage {stage_index} has a {name}: only the last one, {stage_num - 1}, may have one")
         self.cell, self.stage_index, self.stage_num, self.compiled = cell, stage_index, stage_num, compiled
-        self.is_last = stage_index == stage_num - 1
+        self.is_last, self.has_count = stage_index == stage_num - 1, loss == "sum"
         self.label = f"the {own_class(cell).__name__} of stage {stage_index}"
         self.tied = tuple(tied)
         here = world()
@@ -100,7 +105,7 @@ class PipelineStage:
     @property
     def gradients(self):
         """The gradients of `parameters`, in their order: of the mean over micro-batches, summed over the runs since
-        `zero_gradients()`; zeros if there was no run.
+        `zero_gradients()`, or of the mean over the labels of all these; zeros if there was no run.
 
         Under `hsdp()` the sums are divided by its `accumulate_grad_step`, the number of runs of a step. The first read
         after a run reduces them: all data-parallel ranks have to read the gradients of their stages in the same order.
@@ -225,7 +230,7 @@ class PipelineStage:
         outputs = self._passes.outputs(micro_index)
         if gradients is None:
             scale = 1.0 if self._loss_scale is None else self._loss_scale.value
-            gradients = (ops.full_like(outputs[0], scale / self._micro_batch_num),)
+            gradients = (ops.full_like(outputs[0], scale if self.has_count else scale / self._micro_batch_num),)
         wanted, received = ([(tensor.shape, tensor.dtype) for tensor in each] for each in (outputs, gradients))
         if wanted != received:
             raise ValueError(

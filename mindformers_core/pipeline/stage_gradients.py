@@ -24,6 +24,7 @@ class StageGradients:
         parameters: tuple of the trained Parameters of the Cell's computation, in the order of
             `cell.trainable_params()`, which may be their shards (see `ParameterStorage`).
         runs: number of the runs since `forget`.
+        labels: number of the labels of these runs; None where the loss is a mean.
         of_run: the sums over the micro-batches so far of the current run, a list of results of
             `ParameterStorage.summed`; or None.
     """
@@ -34,8 +35,9 @@ class StageGradients:
         self._weights = ParameterTuple(self.parameters)
         self._deferred, self._has_warned = None, False
         self._kept = {}  # micro-batch -> (Parameters, their gradients, result of `DeferredGradients.take` or None)
-        self.of_run, self.runs = None, 0
-        self._waiting, self._reduced = None, None  # sums over runs, and the reduced sums of earlier ones
+        self.of_run, self.runs, self.labels = None, 0, None
+        # sums over runs, and the reduced sums of earlier ones, with their factor
+        self._waiting, self._reduced, self._scale = None, None, None
         self._has_opened = False
 
     def split(self, is_split):
@@ -124,14 +126,17 @@ class StageGradients:
         if self._waiting is not None:
             waiting, self._waiting = self._waiting, None
             try:
-                self._reduced = _added(self._reduced, self._storage.reduced(waiting))
+                scale = None if self.labels is None else 1 / max(self._storage.labels_of_all(self.labels), 1)
+                if scale is not None and self._reduced is not None:
+                    self._reduced = [gradient * (scale / self._scale) for gradient in self._reduced]
+                self._reduced, self._scale = _added(self._reduced, self._storage.reduced(waiting, scale)), scale
             finally:
                 self.close()
         return None if self._reduced is None else tuple(self._reduced)
 
     def forget(self):
         """Drop all sums."""
-        self._waiting = self._reduced = None
+        self._waiting = self._reduced = self.labels = None
         self.runs = 0
         self.close()
 

@@ -92,9 +92,16 @@ class ParameterStorage:
         """
         return gradients
 
-    def reduced(self, gradients):
-        """The gradients of the Parameters that users see, of sums of what `summed` gave; may empty the list."""
-        return gradients
+    def reduced(self, gradients, scale=None):
+        """The gradients of the Parameters that users see, of sums of what `summed` gave; may empty the list.
+
+        `scale`: factor of the sums over all ranks. Default: that of `hsdp()`, or 1.
+        """
+        return gradients if scale is None else [gradient * scale for gradient in gradients]
+
+    def labels_of_all(self, count):
+        """The sum of the numbers of labels of all ranks that compute batches of their own, which all call this."""
+        return count
 
 
 def unit_of(path, units):

@@ -103,21 +103,22 @@ class VocabParallelEmbedding(nn.Cell):
 
 
 class VocabParallelCrossEntropy(nn.Cell):
-    """Mean cross-entropy in float32 over all positions that count, with logits sharded over `tp` on the vocabulary dim.
+    """Cross-entropy in float32 over all positions that count, with logits sharded over `tp` on the vocabulary dim.
 
-    Logits (…, vocab_size) and labels (…) of an int dtype → a scalar; NaN, as with `ops.cross_entropy`, where no
-    position counts.
+    Logits (…, vocab_size) and labels (…) of an int dtype → the mean, a scalar; NaN, as with `ops.cross_entropy`, where
+    no position counts. Or the sum, a scalar, and the number of positions that count, an int32 scalar.
 
     Args:
         ignore_index: label of the positions that don't count. Default: -100.
+        loss: `"mean"` (default) or `"sum"`.
     """
 
-    def __init__(self, ignore_index=-100):
+    def __init__(self, ignore_index=-100, loss="mean"):
         super().__init__()
-        self.ignore_index = ignore_index
+        self.ignore_index, self.returns_sum = ignore_index, loss == "sum"
 
     def shard(self, config=None):
-        return {"logits": layout(..., "tp")}, layout(), None
+        return {"logits": layout(..., "tp")}, (layout(), layout()) if self.returns_sum else layout(), None
 
     def construct(self, logits, labels):
         logits = cast_to(logits, ms.float32)
@@ -129,6 +130,8 @@ class VocabParallelCrossEntropy(nn.Cell):
         safe_labels = ops.mul(labels, ops.cast(counted, labels.dtype))
         target = ops.squeeze(ops.gather_elements(shifted, -1, ops.expand_dims(safe_labels, -1)), -1)
         losses = ops.mul(ops.sub(log_sum, target), weight)
+        if self.returns_sum:
+            return ops.sum(losses), ops.sum(ops.cast(counted, ms.int32))
         return ops.div(ops.sum(losses), ops.sum(weight))
 
 

@@ -3,6 +3,7 @@
 import math
 
 import mindspore as ms
+from mindspore import ops
 
 from mindformers_core.communication.world import process_state
 from mindformers_core.operators.signature import tensor_meta
@@ -73,7 +74,7 @@ def step_parts(recipe, mesh, cells):
 
     Returns:
         `(run, clip, optimizer)`: a function of the local inputs of the model, a sequence of tensors of shape (runs,
-        samples of one, …), that returns the losses of all runs and the reduced gradients of the parameters; the
+        samples of one, …), that returns the results of all runs and the reduced gradients of the parameters; the
         `ClipByGlobalNorm`, and the `AdamW` of the trainable parameters.
 
     Raises:
@@ -110,8 +111,8 @@ def step_function(recipe, mesh, cells):
     norm_of, update = map(jit, (norm_of, update)) if recipe.context.mode == 0 else (norm_of, update)
 
     def step(arrays, rate, eps, decay, before_update):
-        losses, gradients = run(arrays)
-        loss, norm = sum(losses) / len(losses), norm_of(*gradients)
+        results, gradients = run(arrays)
+        loss, norm = mean_loss(results, recipe.spec.loss), norm_of(*gradients)
         _hold(optimizer, {"reduced gradient": gradients})
         numbers = float(loss.asnumpy()), float(norm.asnumpy())
         if not all(map(math.isfinite, numbers)):
@@ -128,6 +129,12 @@ def step_function(recipe, mesh, cells):
     return optimizer, step
 
 
+def mean_loss(results, form):
+    """The loss of a step, from the results of its runs; `form`: see `ModelSpec.loss`."""
+    losses, *others = zip(*results)
+    return sum(losses) / (ops.maximum(sum(others[0]), 1) if form == "sum" else len(losses))
+
+
 def _hold(optimizer, computed):
     """Give the observer what a step has computed for the parameters: a dict, name -> tensors."""
     for what, tensors in computed.items():
@@ -138,10 +145,10 @@ def _hold(optimizer, computed):
 def _model_function(recipe, mesh, cells):
     """`(parameters, run, clipping)` without a pipeline.
 
-    `run(arrays)` returns the losses of all runs and the reduced gradients of the parameters; `clipping` are keyword
-    arguments of `ClipByGlobalNorm`.
+    `run(arrays)` returns the results of all runs, tuples that begin with the loss, and the reduced gradients of the
+    parameters; `clipping` are keyword arguments of `ClipByGlobalNorm`.
     """
-    gradient_of = value_and_grad(cells[0], compiled=recipe.context.mode == 0)
+    gradient_of = value_and_grad(cells[0], compiled=recipe.context.mode == 0, loss=recipe.spec.loss)
     gradient_of.prepare(*_computed(micro_batch(recipe)))
     for program in programs(cells[0])[-1:]:  # none in an eager Cell
         if isinstance(program.graph.result, dict) or program.results[0].shape:
@@ -156,8 +163,8 @@ def _model_function(recipe, mesh, cells):
         losses, gradients = [], None
         for inputs in zip(*arrays, strict=True):
             assert gradients is None, f"{len(arrays[0])} micro-batches are more than accumulate_grad_step"
-            loss, gradients = gradient_of(*inputs)
-            losses.append(loss[0] if isinstance(loss, tuple) else loss)
+            results, gradients = gradient_of(*inputs)
+            losses.append(results if isinstance(results, tuple) else (results,))
         return losses, gradients
 
     return cells[0].trainable_params(), run, {}
@@ -168,7 +175,10 @@ def _schedule_function(recipe, mesh, cells):
     sizes, names, kind = recipe.parallelism, recipe.spec.inputs[1:], recipe_schedule(recipe)
     stage_num = sizes.pipeline_parallel * sizes.pipeline_parallel_interleave_num
     options = {"mesh": mesh, "compiled": recipe.context.mode == 0, "tied": recipe.spec.tied(recipe.model)}
-    stages = [PipelineStage(net, index, stage_num, **options) for index, net in cells.items()]
+    forms = {stage_num - 1: recipe.spec.loss}
+    stages = [
+        PipelineStage(net, index, stage_num, loss=forms.get(index, "mean"), **options) for index, net in cells.items()
+    ]
     several = issubclass(kind, PipelineScheduleMulti)
     schedule = kind(stages if several else stages[0], micro_batches_of_a_run(recipe), share_outputs=True)
     inputs = {index: _computed(micro_batch(recipe, index)) for index in cells}
@@ -179,7 +189,7 @@ def _schedule_function(recipe, mesh, cells):
         for stage in stages:
             stage.zero_gradients()
         losses = [schedule.run(first, **dict(zip(names, others, strict=True))) for first, *others in zip(*arrays)]
-        return losses, _once_each(stages, "gradients")
+        return [each if isinstance(each, tuple) else (each,) for each in losses], _once_each(stages, "gradients")
 
     counted = _once_each(stages, "counted")
     return _once_each(stages, "parameters"), run, {"mesh": mesh, "over": ("pp",), "counted": counted}

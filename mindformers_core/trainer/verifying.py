@@ -38,7 +38,8 @@ def verify_recipe(recipe, full=False):
         recipe, plans = shrunk_recipe(recipe)
     recipe, mesh = replace(recipe, context=replace(recipe.context, engine=given.context.engine)), recipe_mesh(recipe)
     print(f"running {mesh.size:,} ranks …", file=sys.stderr, flush=True)
-    runs = accumulation_steps(recipe, mesh.axis_size("dp"))
+    runs, count = accumulation_steps(recipe, mesh.axis_size("dp")), micro_batches_of_a_run(recipe)
+    is_sum = recipe.spec.loss == "sum"
     inputs = _inputs(recipe, runs * mesh.axis_size("dp") * recipe.training.local_batch_size)
     data = SimpleNamespace(batch=lambda first, count: [array[first : first + count] for array in inputs])
 
@@ -46,8 +47,10 @@ def verify_recipe(recipe, full=False):
         ms.set_seed(recipe.training.seed)
         run_passes, clip, optimizer = step_parts(recipe, mesh, cells)
         arrays = local_batch(recipe, mesh, rank, data)
-        losses, gradients = run_passes(tuple(as_computed(ms.Tensor(array)) for array in arrays))
-        return {(None, run): [(loss, None)] for run, loss in enumerate(losses)}, gradients, clip, optimizer
+        results, gradients = run_passes(tuple(as_computed(ms.Tensor(array)) for array in arrays))
+        share = count if is_sum else 1  # of a run's loss: passes are compared by their mean
+        losses = {(None, run): [(loss / share, None)] for run, (loss, *_) in enumerate(results)}
+        return losses, gradients, clip, optimizer
 
     with ms.DeviceCtx("meta"):
         net = recipe.spec.build(recipe.model).set_train()
@@ -56,11 +59,11 @@ def verify_recipe(recipe, full=False):
 
     first = next(graph for (stage, _), (graph, _) in plans.items() if stage == 0)
     names = recipe.spec.inputs or list(first.arguments)
-    passes = _passes(inputs, runs, micro_batches_of_a_run(recipe), names)
+    passes = _passes(inputs, runs, count, 1 if is_sum else 1 / count, names)
     subject = SimpleNamespace(
         mesh=mesh, build=partial(build_cells, recipe, mesh), step=step, replica=lambda *_: 0, parameters=parameters,
-        passes=passes, divisor=runs, device_target=recipe.context.device_target, model=net, goes_on=True,
-        is_mixed=False,
+        passes=passes, divisor=None if is_sum else runs, device_target=recipe.context.device_target, model=net,
+        goes_on=True, is_mixed=False,
     )  # fmt: skip
     return simulate(subject, plans, _notes(given, recipe))
 
@@ -90,10 +93,10 @@ def _inputs(recipe, count):
     return ids[:, :-1], np.where(draw.random((count, length)) < 0.1, -100, ids[:, 1:]).astype(np.int32)
 
 
-def _passes(inputs, runs, count, names):
+def _passes(inputs, runs, count, slope, names):
     """The passes of a subject of `simulate`: every one of the micro-batches of every run, of all dp ranks together."""
     passes, parts = [], zip(*(np.split(array, runs * count) for array in inputs))
     for (run, number), (first, *others) in zip(np.ndindex(runs, count), parts, strict=True):
         named = dict(zip(names[1:], others, strict=True))
-        passes.append(((number, run, 0), (first,), named, lambda losses: [np.full_like(losses[0], 1 / count)]))
+        passes.append(((number, run, 0), (first,), named, lambda losses: [np.full_like(losses[0], slope)]))
     return passes

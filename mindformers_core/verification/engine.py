@@ -78,7 +78,7 @@ def simulate(subject, plans, notes=()):
             replica: function of a rank and its Cells: the number of the data-parallel replica whose batch it computes.
             parameters: path -> array with the global initial values.
             passes: `(label, args, kwargs, slopes)` of every pass, as of `OneCard.run`.
-            divisor: of the sum of all passes' gradients.
+            divisor: of the sum of all passes' gradients; None: the number of labels, see `OneCard`.
             device_target: see `rank_of`.
             goes_on: whether `step` may be called again, for the second step.
             is_mixed: whether the Cells compute in several dtypes, in which results and gradients are compared, too.

@@ -100,7 +100,7 @@ class OneCard:
         graphs: number of a stage -> its `CellGraph`, in order.
         parameters: path -> array with the global values.
         dtype: name of the dtype of all floating tensors, whatever their dtypes in the graphs.
-        divisor: of the sum of all passes' gradients.
+        divisor: of the sum of all passes' gradients; None: the number of labels, the last stage's second results.
         passes: the arguments of `run` for every pass.
         noise: function of the dtype's name of a Parameter or result in the model, and of the operator, None for a
             Parameter: the relative size of the changes that are made to it; see `rounding`. Default: none.
@@ -111,6 +111,7 @@ class OneCard:
         trained: paths of the parameters that get gradients.
         tied: paths of the parameters of several stages.
         outputs: label -> arrays of the floating results of the last stage.
+        labels: number of all labels, where the last stage returns it.
         written: label -> path -> array: the parameters that the pass wrote, after it.
     """
 
@@ -123,6 +124,7 @@ class OneCard:
         given = ((path, self._noisy(self._tensor(parameters[path]), parameters[path].dtype.name)) for path in stages)
         self.parameters = {path: Parameter(one, name=path, requires_grad=path in trained) for path, one in given}
         self.values, self.gradients, self.weight_gradients, self.outputs, self.written = {}, {}, {}, {}, {}
+        self.labels = 0
         self.trained = [path for path in stages if path in trained]
         self.tied = {path for path, count in stages.items() if count > 1}
         self._operators, self._largest = OperatorCalls(dtype), {}  # (what, label) -> size
@@ -150,6 +152,7 @@ class OneCard:
                 result = _Pass(self, values, gradients, written).root(graph, _bound(graph, passed, kwargs))
                 passed = tuple(tree_leaves(result, Tensor))
             flowing.extend(floating(passed))
+            self.labels += int(passed[1].asnumpy()) if self.divisor is None else 0
 
         tape.record(forward, inputs)
         outputs = self.outputs[label] = [tensor.asnumpy() for tensor in flowing]
@@ -169,7 +172,8 @@ class OneCard:
     def step_gradients(self):
         """Path -> gradient of the step, after all passes."""
         passes = self.weight_gradients.values()
-        return {path: sum(gradients[path] for gradients in passes) / self.divisor for path in self.trained}
+        divisor = self.divisor or max(self.labels, 1)
+        return {path: sum(gradients[path] for gradients in passes) / divisor for path in self.trained}
 
     def largest(self, what, label):
         """The largest magnitude among all tensors of a pass: "value", or "gradient"."""

@@ -4,7 +4,7 @@ from mindspore import ParameterTuple, ops
 from mindspore.graph.api import _pynative_executor
 
 from mindformers_core.algorithms.dropout import block_of, draws_of, next_draw
-from mindformers_core.passes.forward_backward import ForwardBackward, is_differentiable
+from mindformers_core.passes.forward_backward import ForwardBackward, check_loss, is_differentiable, label_count
 from mindformers_core.passes.stage_function import StageFunction
 from mindformers_core.sharding.recordings import forget_recordings
 from mindformers_core.zero.gradient_reducer import GradientReducer
@@ -12,7 +12,7 @@ from mindformers_core.zero.loss_scale import LossScale
 from mindformers_core.zero.storage import storage_of
 
 
-def value_and_grad(cell, compiled=False, loss_scale=None):
+def value_and_grad(cell, compiled=False, loss_scale=None, loss="mean"):
     """The function that computes a micro-step of a Cell: forward and backward pass, and the reductions of the last one.
 
     The function replaces that of `mindspore.value_and_grad`:
@@ -27,13 +27,16 @@ def value_and_grad(cell, compiled=False, loss_scale=None):
         compiled: whether forward and backward pass are compiled with `jit`: as one function, or, where units are
             gathered one by one, as one for each unit. A compiled function returns all gradients at its end.
         loss_scale: a `LossScale`; gradients are unscaled, and None in a step with infinite or NaN gradients.
+        loss: `"mean"`: every micro-step weighs alike. `"sum"`: the Cell returns the sum of its labels' losses and,
+            second, the number of these labels; gradients are those of the mean over all labels of the step, wherever
+            they lie. Those of a sum are larger: begin with a lower `LossScale`. Default: `"mean"`.
 
     Returns:
         A function of local inputs, arguments of the Cell, in PyNative. It returns `(results, gradients)`: the Cell's
         results, as local tensors, and for every `accumulate_grad_step`-th call a tuple in the order of
         `cell.trainable_params()`, otherwise None. A gradient has the shape and dtype of its parameter; it is the sum
         over ranks of the terms of a loss that the mesh computes together, or (`gradients_mean`) the mean over ranks
-        with losses of their own; and the mean over micro-steps. All ranks call the function alike. Its
+        with losses of their own; and the mean over micro-steps, or over labels. All ranks call the function alike. Its
         `prepare(*inputs)` makes the program of such a call without computing.
 
     Raises:
@@ -48,7 +51,8 @@ def value_and_grad(cell, compiled=False, loss_scale=None):
         raise ValueError(f"{storage.label} has no parameters to train: leave it as it is, and call it")
     if loss_scale is not None:
         _check_loss_scale(loss_scale, storage)
-    return _GradientFunction(cell, compiled, loss_scale)
+    check_loss(loss, "value_and_grad")
+    return _GradientFunction(cell, compiled, loss_scale, loss == "sum")
 
 
 def _check_loss_scale(loss_scale, storage):
@@ -66,12 +70,12 @@ def _check_loss_scale(loss_scale, storage):
 class _GradientFunction:
     """The function that `value_and_grad` returns."""
 
-    def __init__(self, cell, compiled, loss_scale):
-        self.loss_scale, self.storage = loss_scale, storage_of(cell)
+    def __init__(self, cell, compiled, loss_scale, has_count):
+        self.loss_scale, self.storage, self.has_count = loss_scale, storage_of(cell), has_count
         self._function = StageFunction(cell, None, compiled)
         self._passes = ForwardBackward(lambda results: results[:1], self.storage.backward_scope)
         self._weights = ParameterTuple([self.storage.parameters[number].unsharded for number in self.storage.trained])
-        self._reducer, self._micro_step, self._first_draw = None, 0, 0  # of the step that has begun
+        self._reducer, self._micro_step, self._first_draw, self._count = None, 0, 0, 0  # of the step that has begun
         self.storage.has_checked = False  # optimizers may have been built since
 
     def __call__(self, *inputs, **kwargs):
@@ -104,7 +108,7 @@ class _GradientFunction:
 
     def _end(self):
         """Drop the step, and free the unsharded weights."""
-        self._reducer, self._micro_step = None, 0
+        self._reducer, self._micro_step, self._count = None, 0, 0
         self.storage.reducer = None
         self._passes.forget()
         self.storage.close()
@@ -114,15 +118,20 @@ class _GradientFunction:
         storage = self.storage
         with draws_of(block_of(storage.replica, self._micro_step), self._first_draw):
             results = self._passes.forward(0, lambda: self._checked(self._function(inputs, kwargs)), ())
+        divisor = None
+        if self.has_count:
+            self._count += label_count(results, storage.label)
+            divisor = 1 / max(storage.labels_of_all(self._count.item()), 1) if is_last else 1
         as_they_come = storage.settings.reduces_as_they_come and (is_last or storage.settings.sums_shards)
         self._reducer.begin(is_last, at_once=as_they_come and self._function.compiled)
         storage.reducer = self._reducer if as_they_come else None
         scale = 1.0 if self.loss_scale is None else self.loss_scale.value
-        _, found = self._passes.backward(0, (ops.full_like(results[0], scale),), self._weights)
-        storage.reducer, found = None, list(found)
-        storage.free_units()
-        self._reducer.take(found)  # also of a weight whose hook MindSpore hasn't called, since nothing used it
-        self._reducer.end()
+        with storage.scaled(divisor):
+            _, found = self._passes.backward(0, (ops.full_like(results[0], scale),), self._weights)
+            storage.reducer, found = None, list(found)
+            storage.free_units()
+            self._reducer.take(found)  # also of a weight whose hook MindSpore hasn't called, since nothing used it
+            self._reducer.end()
         return results
 
     def _finished(self):

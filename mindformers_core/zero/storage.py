@@ -150,7 +150,7 @@ class HsdpStorage(ParameterStorage):
         reducer.end()
         return [reducer.sums[number] for number in self.trained]
 
-    def reduced(self, gradients):
+    def reduced(self, gradients, scale=None):
         """See `ParameterStorage`: reduced over the data-parallel ranks, which all call this; empties the list.
 
         Raises:
@@ -158,9 +158,18 @@ class HsdpStorage(ParameterStorage):
         """
         reducer = GradientReducer(self, dict(zip(self.trained, gradients, strict=True)))
         gradients.clear()
-        for bucket in self.reduces:
-            reducer.reduce(bucket)
-        return reducer.finish()
+        with self.scaled(scale):
+            for bucket in self.reduces:
+                reducer.reduce(bucket)
+            return reducer.finish()
+
+    def scaled(self, scale):
+        """A context in which sums of gradients have another factor than `HsdpSettings.scale`; None: they have that."""
+        return replaced(self.collectives, scale=self.settings.scale if scale is None else scale)
+
+    def labels_of_all(self, count):
+        """See `ParameterStorage`."""
+        return self.collectives.summed(count) if self.settings.gradients_mean else count
 
     @contextmanager
     def call_scope(self):
