@@ -48,9 +48,9 @@ class PipelineStage:
         loss_scale: of the last stage: a `zero.LossScale`; the gradients are those of the loss times its `value`. All
             ranks have to `unscale()` the gradients of their stages by an equal LossScale over the whole mesh.
         compiled: whether forward and backward pass are compiled with `jit`, once for all micro-batches of a shape.
-        loss: of the last stage: `"mean"`: every micro-batch weighs alike. `"sum"`: the Cell, or `loss_fn`, returns the
-            sum of its labels' losses and, second, the number of these labels; `gradients` are those of the mean over all
-            labels of all runs. Default: `"mean"`.
+        loss: of the last stage: `"mean"`: every micro-batch weighs alike. `"sum"`: the Cell, or `loss_fn`, returns
+            the sum of its labels' losses and, second, their number; `gradients` are those of the mean over the labels
+            of all runs. Default: `"mean"`.
 
     Attributes:
         cell, stage_index, stage_num, tied, compiled, axis: as given.

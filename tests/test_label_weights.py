@@ -1,0 +1,117 @@
+"""Every label that counts weighs alike in a step, however the batch is cut: as in one batch on one card."""
+
+from types import SimpleNamespace
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor
+
+from mindformers_core.communication.world import process_state
+from mindformers_core.models.llama import LlamaForCausalLM
+from mindformers_core.program.observer import Observer
+from mindformers_core.sharding.initialize import materialize
+from mindformers_core.trainer.diffing import run_simulated
+from mindformers_core.trainer.recipe_loader import recipe_from_dict
+
+SAMPLES, LENGTH, VOCAB = 16, 6, 24
+MODEL = {
+    "vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "max_position_embeddings": LENGTH,
+}  # fmt: skip
+CUTS = {  # name -> sequences of a run, and `parallelism`
+    "runs": (4, {}),
+    "dp 2": (8, {"data_parallel_shard": 2}),
+    "dp 4, runs": (2, {"data_parallel_shard": 4}),
+    "dp 2 x tp 2, runs": (2, {"data_parallel_shard": 2, "tensor_parallel": 2}),
+    "level 1": (2, {"data_parallel_shard": 2, "zero_level": 1, "zero_threshold_kb": 0}),
+    "level 2": (1, {"data_parallel_shard": 2, "zero_level": 2, "zero_threshold_kb": 0}),
+    "level 3": (2, {"data_parallel_shard": 2, "data_parallel_replicate": 2, "zero_level": 3, "zero_threshold_kb": 0}),
+    "micro-batches": (16, {"pipeline_parallel": 2, "pipeline_parallel_microbatch_size": 2}),
+    "micro-batches, runs": (4, {"pipeline_parallel": 2, "pipeline_parallel_microbatch_size": 1}),
+    "pp 2 x dp 2, runs": (
+        4, {"pipeline_parallel": 2, "data_parallel_shard": 2, "pipeline_parallel_microbatch_size": 2}),
+    "split gradients": (
+        4, {"pipeline_parallel": 2, "data_parallel_shard": 2, "pipeline_parallel_schedule": "zb_h1"}),
+    "pipeline at level 2": (
+        4, {"pipeline_parallel": 2, "data_parallel_shard": 2, "zero_level": 2, "zero_threshold_kb": 0}),
+}  # fmt: skip
+
+
+def dataset(*_):
+    """Samples of which all, some, one or none of the labels count, the same in every step."""
+    draw = np.random.default_rng(0)
+    ids = draw.integers(0, VOCAB, (SAMPLES, LENGTH + 1)).astype(np.int32)
+    labels = np.where(draw.random((SAMPLES, LENGTH)) < np.linspace(0, 1.3, SAMPLES)[:, None], -100, ids[:, 1:])
+    labels[12:], labels[12, 3] = -100, ids[12, 4]
+    arrays = ids[:, :-1], labels.astype(np.int32)
+
+    def batch(first, count):
+        return tuple(array[np.arange(first, first + count) % SAMPLES] for array in arrays)
+
+    return SimpleNamespace(batch=batch)
+
+
+def recipe(local, parallelism, **training):
+    return recipe_from_dict({
+        "model": MODEL, "parallelism": {"data_parallel_shard": 1, **parallelism},
+        "train_dataset": {"factory": "test_label_weights:dataset", "seq_length": LENGTH},
+        "training": {"local_batch_size": local, "global_batch_size": SAMPLES, "max_norm": 0.5, "steps": 10, **training},
+        "lr_scheduler": {"learning_rate": 1e-2, "warmup_steps": 0},
+    })  # fmt: skip
+
+
+class Gradients(Observer):
+    """Keeps the reduced gradients of a rank's first step, by path: Parameters and arrays."""
+
+    def __init__(self):
+        self.found = {}
+
+    def held(self, what, tensor, parameter=None):
+        if what == "reduced gradient":
+            self.found.setdefault(parameter.name, (parameter, tensor.asnumpy()))
+
+
+def trained(local, parallelism, steps=2):
+    """Losses and norms of the steps, the gradients of the first one, and the parameters at the end; global arrays."""
+    observers = {}
+
+    def begin(job):
+        observers[job.rank] = process_state().observer = Gradients()
+
+    rows = run_simulated(recipe(local, parallelism, steps=steps), steps, begin)
+    gradients, weights = {}, {}
+    for rank, observer in observers.items():
+        for path, (parameter, gradient) in observer.found.items():
+            for whole, part in ((gradients, gradient), (weights, parameter.asnumpy())):
+                at = whole.setdefault(path, np.full(parameter.global_shape, np.nan, np.float32))
+                at[parameter.layout.local_slices(at.shape, rank)] = part
+    figures = [[(row["loss"], row["gradient_norm"]) for row in of_rank] for of_rank in rows]
+    assert all(of_rank == figures[0] for of_rank in figures)
+    return np.array(figures[0]), gradients, weights
+
+
+@pytest.fixture(scope="module", params=(2, pytest.param(10, marks=pytest.mark.nightly)))
+def one_card(request):
+    return trained(SAMPLES, {}, request.param)
+
+
+def test_one_batch_is_the_mean_over_its_labels(one_card):
+    """The truth of the other tests, by MindSpore's own gradients of the model's mean."""
+    with ms.DeviceCtx("meta"):
+        net = LlamaForCausalLM(recipe(SAMPLES, {}).model)
+    materialize(net, 42)
+    loss, found = ms.value_and_grad(net, None, net.trainable_params())(*map(Tensor, dataset().batch(0, SAMPLES)))
+    figures, gradients, _ = one_card
+    np.testing.assert_allclose(figures[0, 0], loss.asnumpy(), rtol=1e-6)
+    for parameter, gradient in zip(net.trainable_params(), found, strict=True):
+        np.testing.assert_allclose(gradients[parameter.name], gradient.asnumpy(), atol=1e-7)
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_every_label_weighs_alike(name, one_card):
+    figures, gradients, weights = trained(*CUTS[name], len(one_card[0]))
+    np.testing.assert_allclose(figures, one_card[0], rtol=1e-5)
+    for path, gradient in one_card[1].items():
+        np.testing.assert_allclose(gradients[path], gradient, atol=1e-6, err_msg=path)
+        np.testing.assert_allclose(weights[path], one_card[2][path], atol=1e-5, err_msg=path)
