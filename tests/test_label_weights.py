@@ -5,14 +5,17 @@ from types import SimpleNamespace
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Tensor
+from mindspore import Tensor, nn, ops
+from support.small_pipelines import Scale, array, pipeline
 
 from mindformers_core.communication.world import process_state
 from mindformers_core.models.llama import LlamaForCausalLM
+from mindformers_core.pipeline import ScheduleLoopedBFS, ScheduleZBV
 from mindformers_core.program.observer import Observer
 from mindformers_core.sharding.initialize import materialize
 from mindformers_core.trainer.diffing import run_simulated
 from mindformers_core.trainer.recipe_loader import recipe_from_dict
+from mindformers_core.zero import hsdp, value_and_grad
 
 SAMPLES, LENGTH, VOCAB = 16, 6, 24
 MODEL = {
@@ -115,3 +118,62 @@ def test_every_label_weighs_alike(name, one_card):
     for path, gradient in one_card[1].items():
         np.testing.assert_allclose(gradients[path], gradient, atol=1e-6, err_msg=path)
         np.testing.assert_allclose(weights[path], one_card[2][path], atol=1e-5, err_msg=path)
+
+
+def counted_squares(output, target):
+    """The sum over the rows that `target` counts, and their number."""
+    return ops.sum(ops.square(output) * ops.expand_dims(target, 1)), ops.sum(ops.cast(target, ms.int32))
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("kind", [ScheduleLoopedBFS, ScheduleZBV])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_uneven_micro_batches_of_a_pipeline(kind, compiled):
+    """Of 1, 3, 2 and 2 rows, of which 1, 1, 0 and 2 count, in two runs; gradients are read between them, too."""
+    x, counts = array(8, 4), np.array([1, 0, 1, 0, 0, 0, 1, 1], np.float32)
+    cuts = [slice(0, 1), slice(1, 4), slice(4, 6), slice(6, 8)]
+    cells = [Scale(0), Scale(1)]
+    schedule = pipeline(cells, 2, kind, counted_squares, compiled, loss="sum")
+    weights = [parameter for stage in schedule.stages for parameter in stage.parameters]
+    for first, rows in ((0, slice(0, 4)), (2, slice(0, 8))):
+        pieces = [((Tensor(x[cut]),), {"target": Tensor(counts[cut])}) for cut in cuts[first : first + 2]]
+        total, number = schedule.run_microbatches(pieces)
+        found = [gradient.asnumpy() for stage in schedule.stages for gradient in stage.gradients]
+
+        def mean(x, target):
+            total, number = counted_squares(cells[1](cells[0](x)), target)
+            return total / number
+
+        _, true = ms.value_and_grad(mean, None, weights)(Tensor(x[rows]), Tensor(counts[rows]))
+        for weight, one, other in zip(weights, found, true, strict=True):
+            np.testing.assert_allclose(one, other.asnumpy(), 1e-5, 1e-7, weight.name)
+    assert (number.item(), total.shape) == (2, ())
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_gradients_of_plain_cells_weigh_by_labels():
+    """Under `hsdp()`: two micro-steps, and one of labels none of which count."""
+
+    class Counts(nn.Cell):
+        def __init__(self):
+            super().__init__()
+            self.scale = Scale(0)
+
+        def construct(self, x, target):
+            return counted_squares(self.scale(x), target)
+
+    x, counts = array(6, 4), np.array([1, 0, 1, 0, 0, 0], np.float32)
+    net = Counts()
+    mean = ms.value_and_grad(lambda *given: ops.div(*net(*given)), None, net.trainable_params())
+    _, true = mean(Tensor(x), Tensor(counts))
+    gradient_of = value_and_grad(hsdp(net, accumulate_grad_step=3), loss="sum")
+    for cut in (slice(0, 1), slice(1, 3), slice(3, 6)):
+        _, gradients = gradient_of(Tensor(x[cut]), Tensor(counts[cut]))
+    for one, other in zip(gradients, true, strict=True):
+        np.testing.assert_allclose(one.asnumpy(), other.asnumpy(), 1e-5)
+    gradient_of = value_and_grad(hsdp(Scale(0, True)), loss="sum")
+    with pytest.raises(ValueError, match="the sum of its losses and the number of labels, .* it gave a loss alone"):
+        gradient_of(Tensor(x))
+    for make in (lambda: value_and_grad(net, loss="total"), lambda: pipeline([Scale(0)], loss="total")):
+        with pytest.raises(ValueError, match=r'loss=.total.\): should be "mean" or "sum"'):
+            make()

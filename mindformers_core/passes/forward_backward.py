@@ -6,8 +6,9 @@ Several forward passes may be outstanding, as those of the micro-batches of a pi
 from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
-from mindspore import nn, ops
+from mindspore import Tensor, dtype as mstype, nn, ops
 
+from mindformers_core.communication import communicator
 from mindformers_core.communication.world import process_state
 from mindformers_core.dtypes import dtype_name
 from mindformers_core.operators.signature import is_float
@@ -39,6 +40,19 @@ def label_count(results, label):
             f"it gave {found}"
         )
     return results[1]
+
+
+def scale_of_labels(count, settings):
+    """The factor of sums of losses that makes the mean over all labels.
+
+    Args:
+        count: number of labels, of this rank's batches.
+        settings: the `HsdpSettings`, or None. Where ranks have losses of their own, all of them call this function.
+    """
+    if settings is not None and settings.gradients_mean:
+        axes = (*settings.replicate_axes, *settings.shard_axes)
+        count = communicator(settings.mesh).make("all_reduce", axes, op="sum")(Tensor(count, mstype.float32)).item()
+    return 1 / max(count, 1)
 
 
 class _Call(NamedTuple):

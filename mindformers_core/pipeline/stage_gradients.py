@@ -4,6 +4,7 @@ import logging
 
 from mindspore import ParameterTuple
 
+from mindformers_core.passes.forward_backward import scale_of_labels
 from mindformers_core.passes.weight_split import split_weight_gradients
 from mindformers_core.sharding.sharded_cells import EagerCell, ShardedCell, computing_parameters
 
@@ -126,7 +127,7 @@ class StageGradients:
         if self._waiting is not None:
             waiting, self._waiting = self._waiting, None
             try:
-                scale = None if self.labels is None else 1 / max(self._storage.labels_of_all(self.labels), 1)
+                scale = None if self.labels is None else scale_of_labels(self.labels, self._storage.settings)
                 if scale is not None and self._reduced is not None:
                     self._reduced = [gradient * (scale / self._scale) for gradient in self._reduced]
                 self._reduced, self._scale = _added(self._reduced, self._storage.reduced(waiting, scale)), scale

@@ -99,10 +99,6 @@ class ParameterStorage:
         """
         return gradients if scale is None else [gradient * scale for gradient in gradients]
 
-    def labels_of_all(self, count):
-        """The sum of the numbers of labels of all ranks that compute batches of their own, which all call this."""
-        return count
-
 
 def unit_of(path, units):
     """The unit of the parameter or Cell at `path`; "" for none."""

@@ -7,7 +7,7 @@ reshape of a tensor that isn't contiguous.
 
 from math import prod
 
-from mindspore import Tensor, dtype as mstype, mint, ops
+from mindspore import mint, ops
 
 from mindformers_core.communication import communicator, process_state
 from mindformers_core.sharding.parameter_storage import as_dtype
@@ -32,10 +32,6 @@ class BucketCollectives:
         self._scatter = plain("reduce_scatter", settings.shard_axes, dim=0, op="sum")
         self._over_replicas = plain("all_reduce", settings.replicate_axes, op="sum")
         self._over_all = plain("all_reduce", (*settings.replicate_axes, *settings.shard_axes), op="sum")
-
-    def summed(self, number):
-        """The sum of a number over all ranks, in float32."""
-        return self._over_all(Tensor(number, mstype.float32)).item()
 
     def gather(self, members):
         """Fill sharded `ShardedParameter`s from the shards of all ranks."""

@@ -4,8 +4,15 @@ from mindspore import ParameterTuple, ops
 from mindspore.graph.api import _pynative_executor
 
 from mindformers_core.algorithms.dropout import block_of, draws_of, next_draw
-from mindformers_core.passes.forward_backward import ForwardBackward, check_loss, is_differentiable, label_count
+from mindformers_core.passes.forward_backward import (
+    ForwardBackward,
+    check_loss,
+    is_differentiable,
+    label_count,
+    scale_of_labels,
+)
 from mindformers_core.passes.stage_function import StageFunction
+from mindformers_core.scopes import replaced
 from mindformers_core.sharding.recordings import forget_recordings
 from mindformers_core.zero.gradient_reducer import GradientReducer
 from mindformers_core.zero.loss_scale import LossScale
@@ -118,15 +125,15 @@ class _GradientFunction:
         storage = self.storage
         with draws_of(block_of(storage.replica, self._micro_step), self._first_draw):
             results = self._passes.forward(0, lambda: self._checked(self._function(inputs, kwargs)), ())
-        divisor = None
+        factor = storage.settings.scale
         if self.has_count:
             self._count += label_count(results, storage.label)
-            divisor = 1 / max(storage.labels_of_all(self._count.item()), 1) if is_last else 1
+            factor = scale_of_labels(self._count.item(), storage.settings) if is_last else 1
         as_they_come = storage.settings.reduces_as_they_come and (is_last or storage.settings.sums_shards)
         self._reducer.begin(is_last, at_once=as_they_come and self._function.compiled)
         storage.reducer = self._reducer if as_they_come else None
         scale = 1.0 if self.loss_scale is None else self.loss_scale.value
-        with storage.scaled(divisor):
+        with replaced(storage.collectives, scale=factor):
             _, found = self._passes.backward(0, (ops.full_like(results[0], scale),), self._weights)
             storage.reducer, found = None, list(found)
             storage.free_units()

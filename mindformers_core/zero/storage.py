@@ -158,18 +158,10 @@ class HsdpStorage(ParameterStorage):
         """
         reducer = GradientReducer(self, dict(zip(self.trained, gradients, strict=True)))
         gradients.clear()
-        with self.scaled(scale):
+        with replaced(self.collectives, scale=self.settings.scale if scale is None else scale):
             for bucket in self.reduces:
                 reducer.reduce(bucket)
             return reducer.finish()
-
-    def scaled(self, scale):
-        """A context in which sums of gradients have another factor than `HsdpSettings.scale`; None: they have that."""
-        return replaced(self.collectives, scale=self.settings.scale if scale is None else scale)
-
-    def labels_of_all(self, count):
-        """See `ParameterStorage`."""
-        return self.collectives.summed(count) if self.settings.gradients_mean else count
 
     @contextmanager
     def call_scope(self):

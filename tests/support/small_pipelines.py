@@ -35,10 +35,11 @@ class Counted(Scale):
 
 
 def pipeline(
-    cells, micro_batch_num=4, kind=ScheduleLoopedBFS, loss_fn=None, compiled=False, tied=(), loss_scale=None, **options
-):
+    cells, micro_batch_num=4, kind=ScheduleLoopedBFS, loss_fn=None, compiled=False, tied=(), loss_scale=None,
+    loss="mean", **options
+):  # fmt: skip
     """A schedule that runs all the Cells here."""
-    of_last = {"loss_fn": loss_fn, "loss_scale": loss_scale}
+    of_last = {"loss_fn": loss_fn, "loss_scale": loss_scale, "loss": loss}
     stages = [
         PipelineStage(cell, place, len(cells), compiled=compiled, tied=tied, **(of_last if cell is cells[-1] else {}))
         for place, cell in enumerate(cells)
