@@ -332,8 +332,8 @@ def test_training_that_fails_ends_the_writer(tmp_path, monkeypatch):
 
     def fail(job, train_step=training_loop.train_step):
         if job.step == 1:
-            job.background.await_copies()
-            processes.append(job.background._process.pid)
+            job.checkpointer.await_copies()
+            processes.append(job.checkpointer._background._process.pid)
             os.kill(processes[0], signal.SIGSTOP)
             raise RuntimeError("failed")
         return train_step(job)

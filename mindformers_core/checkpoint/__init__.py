@@ -5,4 +5,6 @@ The public names load the module behind them when they are first used.
 
 from mindformers_core.lazy_exports import lazy_exports
 
-__all__, __getattr__, __dir__ = lazy_exports(__name__, {"between_meshes": "global_checksums relayout"})
+__all__, __getattr__, __dir__ = lazy_exports(
+    __name__, {"between_meshes": "global_checksums relayout", "checkpointer": "Checkpointer"}
+)

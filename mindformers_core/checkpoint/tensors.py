@@ -35,12 +35,19 @@ def model_parts(cells, rank, file_name=lambda path: path):
 
 
 def optimizer_parts(optimizer, rank, file_name=lambda path: path):
-    """The `Part`s of the moments of an `AdamW` or `Lamb`, a dict, `Part` -> Parameter; arguments as `model_parts`."""
-    found = {}
-    for moments in (optimizer.moments1, optimizer.moments2):
-        for parameter, moment in zip(optimizer.parameters, moments, strict=True):
-            name = moment.name.removesuffix(parameter.name) + file_name(parameter.name)
-            found[_part("optimizer", name, moment, parameter, rank)] = moment
+    """The `Part`s of the Parameters that an optimizer has besides its `parameters`, a dict, `Part` -> Parameter.
+
+    One whose name ends with that of a parameter, and that has its shape, lies where that does, as moments do; others
+    are alike on all ranks, as numbers of steps are. Arguments as of `model_parts`.
+    """
+    trained, found = {parameter.name: parameter for parameter in optimizer.parameters}, {}
+    own = {id(parameter) for parameter in trained.values()}
+    for state in (each for each in optimizer.get_parameters() if id(each) not in own):
+        words = state.name.split(".")
+        ends = (".".join(words[place:]) for place in range(1, len(words)))
+        path = next((end for end in ends if end in trained and trained[end].shape == state.shape), None)
+        name = state.name if path is None else state.name.removesuffix(path) + file_name(path)
+        found[_part("optimizer", name, state, trained.get(path, state), rank)] = state
     return found
 
 

@@ -3,20 +3,18 @@
 import os
 
 import mindspore as ms
-import numpy as np
 
-from mindformers_core.checkpoint.folders import find_checkpoint, prune, step_folder
+from mindformers_core.checkpoint.checkpointer import Checkpointer
+from mindformers_core.checkpoint.folders import find_checkpoint, step_folder
 from mindformers_core.checkpoint.hugging_face import check_config, config_document, ignored_tensors, tensor_name
-from mindformers_core.checkpoint.index import CONFIG, FORMAT, STATE, encode_json
+from mindformers_core.checkpoint.index import CONFIG, encode_json
 from mindformers_core.checkpoint.load import open_checkpoint
 from mindformers_core.checkpoint.mindspore_files import read_ckpt, write_ckpt
-from mindformers_core.checkpoint.parts import on_all_ranks
-from mindformers_core.checkpoint.save import SaveError, save
-from mindformers_core.checkpoint.tensors import load_parameters, model_parts, optimizer_parts, ranks_of
+from mindformers_core.checkpoint.save import SaveError
+from mindformers_core.checkpoint.tensors import load_parameters, model_parts, ranks_of
 from mindformers_core.hints import first_of
 from mindformers_core.scopes import errors_at
 from mindformers_core.trainer.recipe_loader import recipe_to_dict
-from mindformers_core.zero.loss_scale import all_finite
 
 _LENGTH, _FOLDER = "train_dataset.seq_length", "training.output_dir"
 
@@ -54,11 +52,9 @@ def resume(job, checkpoint):
                     f"{key}: {own}, but the run of {checkpoint.folder} has {other}, and its data and draws go on: take "
                     "that, or checkpoint.no_load_optim=true, which begins anew"
                 )
-    parts = _parts(job) if state else weight_parts(recipe, job.cells, job.rank)
-    fill(checkpoint, parts, recipe, job.mesh, job.rank, converts=not state)
+    fill(checkpoint, job.checkpointer.parts(bool(state)), recipe, job.mesh, job.rank, converts=not state)
     if state:
-        job.step, job.consumed = state["step"], state["consumed"]
-        ms.set_rng_state(ms.Tensor(np.array(state["random_state"], np.uint8)))
+        job.step, job.consumed = job.checkpointer.restore(state), state["consumed"]
     if job.rank == 0:
         what = f"all, of step {job.step}; sample {job.consumed} of the data is next" if state else "weights only"
         print(f"loaded {checkpoint.folder}: {what}{_changes(recipe, checkpoint)}")
@@ -84,17 +80,24 @@ def weight_parts(recipe, cells, rank):
     return model_parts(cells.values(), rank, tensor_name(recipe.spec))
 
 
+def checkpointer_of(recipe, mesh, cells, optimizer):
+    """The `Checkpointer` of a job; `mesh` has the axes `MESH_AXES`."""
+    section = recipe.checkpoint
+    keep, is_async = (section.keep_last, section.keep_every), section.enable_save and section.async_save
+    given = recipe.training.output_dir, list(cells.values()), optimizer, mesh, *keep, is_async
+    return Checkpointer(*given, tensor_name(recipe.spec))
+
+
 def reserve_memory(job):
     """Allocate the copy of the state for `checkpoint.async_save`, before the first step; all ranks call this.
 
     Raises:
         SaveError: on all ranks: no memory, and `checkpoint.on_error` says to end.
     """
-    if job.recipe.checkpoint.enable_save and job.recipe.checkpoint.async_save:
-        try:
-            job.background.reserve(list(_parts(job)))
-        except OSError as error:
-            _go_on_or_end(job, error)
+    try:
+        job.checkpointer.reserve()
+    except OSError as error:
+        _go_on_or_end(job, error)
 
 
 def save_job(job):
@@ -108,29 +111,30 @@ def save_job(job):
         SaveError: on all ranks; with `checkpoint.async_save` also that of the checkpoint before this one.
         FloatingPointError: on all ranks: a weight or moment isn't finite; nothing is saved, and nothing removed.
     """
-    recipe, parts, ranks = job.recipe, _parts(job), ranks_of(job.mesh, job.rank)
-    section, folder = recipe.checkpoint, step_folder(recipe.training.output_dir, job.step)
-    odd = [part.name for part in parts if "float" in part.dtype and not all_finite(None, (parts[part],))]
-    if found := sorted({name for names in ranks.gather(odd).values() for name in names}):
-        raise FloatingPointError(f"{first_of(found)}: not finite after step {job.step}, which is not saved")
+    recipe, checkpointer, at_end = job.recipe, job.checkpointer, job.step == job.recipe.training.steps
     config = config_document(recipe.spec, recipe.model_name, recipe.model, job.loaded_config)
     state = {
-        "format": FORMAT,
-        "step": job.step,
         "consumed": job.consumed,
         "seed": recipe.training.seed,
         "loss_scale": None,
-        "random_state": ms.get_rng_state().asnumpy().tolist(),
         "recipe": recipe_to_dict(recipe),
     }
-    documents = {CONFIG: encode_json(config, indent=1), STATE: encode_json(state, indent=1)}
-    arguments = folder, list(parts), lambda part: parts[part].asnumpy(), documents
     try:
-        if section.async_save:
-            return _save_beside(job, arguments, (section.keep_last, section.keep_every))
-        job.save_plan = save(*arguments, ranks, job.save_plan)
-        is_first = job.rank == 0
-        on_all_ranks(ranks, lambda: prune(folder, section.keep_last, section.keep_every) if is_first else None)
+        is_free = checkpointer.settle(waits=at_end or recipe.checkpoint.when_busy == "wait")
+    except OSError as error:  # of the checkpoint before this one
+        _go_on_or_end(job, error)
+        is_free = True
+    if not is_free:
+        if job.rank == 0:
+            print(
+                f"warning: the checkpoint {step_folder(checkpointer.folder, job.step)} is skipped, since "
+                f"{checkpointer.newest} is still being written, as checkpoint.when_busy: skip says"
+            )
+        return None
+    try:
+        folder = checkpointer.begin_save(job.step, state, {CONFIG: encode_json(config, indent=1)})
+        if at_end:
+            checkpointer.settle()
     except OSError as error:
         _go_on_or_end(job, error)
         return None
@@ -177,38 +181,11 @@ def convert(source, target, recipe=None):
     return f"{target}: {count} tensors{others}"
 
 
-def _save_beside(job, arguments, keep):
-    """Begin to save; the folder, or None where the recipe says to skip this checkpoint."""
-    folder, background, at_end = arguments[0], job.background, job.step == job.recipe.training.steps
-    try:
-        is_free = background.settle(waits=at_end or job.recipe.checkpoint.when_busy == "wait")
-    except OSError as error:  # of the checkpoint before this one
-        _go_on_or_end(job, error)
-        is_free = True
-    if not is_free:
-        if job.rank == 0:
-            print(
-                f"warning: the checkpoint {folder} is skipped, since {background.folder} is still being written, as "
-                "checkpoint.when_busy: skip says"
-            )
-        return None
-    background.start(*arguments, keep)
-    if at_end:
-        background.settle()
-    return folder
-
-
 def _go_on_or_end(job, error):
     if job.recipe.checkpoint.on_error == "end":
         raise SaveError(str(error)) from error
     if job.rank == 0:
         print(f"warning: {error}; training goes on, as checkpoint.on_error: go_on says")
-
-
-def _parts(job):
-    """The `Part`s of this rank's weights and moments, a dict, `Part` -> Parameter."""
-    moments = optimizer_parts(job.optimizer, job.rank, tensor_name(job.recipe.spec))
-    return weight_parts(job.recipe, job.cells, job.rank) | moments
 
 
 def _changes(recipe, checkpoint, sections=("model", "training", "optimizer", "lr_scheduler", "train_dataset")):

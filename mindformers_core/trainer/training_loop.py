@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import mindspore as ms
 
-from mindformers_core.checkpoint.background import BackgroundSave
+from mindformers_core.checkpoint.checkpointer import Checkpointer
 from mindformers_core.checkpoint.folders import set_aside
 from mindformers_core.checkpoint.parts import on_all_ranks
 from mindformers_core.checkpoint.tensors import ranks_of
@@ -21,7 +21,7 @@ from mindformers_core.mesh import DeviceMesh
 from mindformers_core.optimizers.adamw import AdamW, decay_lines
 from mindformers_core.sharding.replicas import check_replicas
 from mindformers_core.trainer import records
-from mindformers_core.trainer.checkpoints import open_source, reserve_memory, resume, save_job
+from mindformers_core.trainer.checkpoints import checkpointer_of, open_source, reserve_memory, resume, save_job
 from mindformers_core.trainer.data import dataset_of, local_batch
 from mindformers_core.trainer.recipe import Recipe, accumulation_steps, learning_rate, recipe_mesh
 from mindformers_core.trainer.recipe_loader import recipe_keys, recipe_to_yaml
@@ -41,10 +41,9 @@ class Job:
     optimizer: AdamW
     run_step: object  # see `step_function`
     batch_size: int  # sequences of a step, of all dp ranks together
-    background: BackgroundSave  # of checkpoint.async_save
+    checkpointer: Checkpointer
     step: int = 0
     consumed: int = 0
-    save_plan: object = None  # the `SavePlan` of the first checkpoint, for the others
     loaded_config: object = None  # the contents of the `config.json` of `checkpoint.load_path`
 
 
@@ -97,8 +96,9 @@ def begin_job(recipe, mesh, rank, dataset, checkpoint=None):
     start_recording(recipe, mesh, rank)
     cells = build_cells(recipe, mesh, rank)
     ms.manual_seed(recipe.training.seed)  # after the constructors, of which stages call others
-    background = BackgroundSave(ranks_of(mesh, rank))
-    job = Job(recipe, rank, mesh, dataset, cells, *step_function(recipe, mesh, cells), batch_size, background)
+    optimizer, run_step = step_function(recipe, mesh, cells)
+    checkpointer = checkpointer_of(recipe, mesh, cells, optimizer)
+    job = Job(recipe, rank, mesh, dataset, cells, optimizer, run_step, batch_size, checkpointer)
     if checkpoint is not None:
         resume(job, checkpoint)
     if recipe.monitor.perturb:
@@ -143,10 +143,10 @@ def _run_steps(job, recorders):
                 save_job(job)
     except FloatingPointError:
         with suppress(OSError):
-            job.background.settle()  # the checkpoint before
+            job.checkpointer.settle()  # the checkpoint before
         raise
     finally:
-        job.background.close()
+        job.checkpointer.close()
     seconds = time.perf_counter() - started
     tokens = len(losses) * job.batch_size * recipe.train_dataset.seq_length
     summary = (
@@ -179,7 +179,7 @@ def train_step(job):
     job.consumed += job.batch_size
     rate = learning_rate(job.recipe, job.step)
     scalars = job.optimizer.scalars(job.step, rate)
-    loss, norm, odd = job.run_step(tuple(map(ms.Tensor, batch)), *scalars, job.background.await_copies)
+    loss, norm, odd = job.run_step(tuple(map(ms.Tensor, batch)), *scalars, job.checkpointer.await_copies)
     process_state().observer.end_step(job.step)
     seconds = time.perf_counter() - started
     return {

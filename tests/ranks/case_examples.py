@@ -1,6 +1,7 @@
 """The scripts in examples/: whatever is parallel in them, the losses are those of one card."""
 
 import io
+import os
 import sys
 from contextlib import redirect_stdout
 
@@ -11,6 +12,7 @@ from truth import once
 from mindformers_core.communication import world
 
 sys.path.insert(0, str(ROOT / "examples"))
+import own_loop  # noqa: E402
 import vit  # noqa: E402
 import vit_by_plan  # noqa: E402
 import vit_in_a_pipeline  # noqa: E402
@@ -28,3 +30,13 @@ def case_vision_transformers_equal_one_card():
             found = script.train(world().rank)
         losses = found[0] if script is vit_with_hsdp else found
         np.testing.assert_allclose(losses, expected, 1e-5, err_msg=script.__name__)
+
+
+@on_ranks(4)
+def case_a_loop_of_ones_own_resumes():
+    """As `test_own_loop` on real ranks: its curve is that of the same ranks without an interruption."""
+    folder = f"{os.environ['TRUTHS']}/own_loop"
+    with redirect_stdout(io.StringIO()):
+        expected = own_loop.train(world(), f"{folder}/whole", 12, 2)
+        found = [*own_loop.train(world(), f"{folder}/run", 10, 2), *own_loop.train(world(), f"{folder}/run", 12, 2)]
+    np.testing.assert_allclose(found, expected, 1e-6)

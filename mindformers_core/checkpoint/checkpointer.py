@@ -1,0 +1,170 @@
+"""`Checkpointer`: the state of a training loop, saved in a run folder and loaded on any mesh."""
+
+import mindspore as ms
+import numpy as np
+from mindspore import nn
+
+from mindformers_core.checkpoint.background import BackgroundSave
+from mindformers_core.checkpoint.folders import find_checkpoint, prune, step_folder
+from mindformers_core.checkpoint.index import FORMAT, STATE, encode_json
+from mindformers_core.checkpoint.load import open_checkpoint
+from mindformers_core.checkpoint.parts import on_all_ranks
+from mindformers_core.checkpoint.save import save
+from mindformers_core.checkpoint.tensors import load_parameters, model_parts, optimizer_parts, ranks_of
+from mindformers_core.communication import world
+from mindformers_core.hints import first_of
+from mindformers_core.mesh import DeviceMesh
+from mindformers_core.zero.loss_scale import all_finite
+
+_OWN = ("format", "step", "random_state")
+
+
+class Checkpointer:
+    """Saves and loads weights, the state of an optimizer, MindSpore's generator, and a dict of the loop's own.
+
+    A checkpoint belongs to no mesh: another number of ranks, other layouts and other stages load it. All ranks call the
+    methods alike, with a common file system.
+
+    >>> checkpointer = Checkpointer("output/run", net, optimizer, keep_last=2)
+    >>> for step in range(checkpointer.load() + 1, 101):
+    ...     ...
+    ...     if step % 10 == 0:
+    ...         checkpointer.save(step, {"samples": samples})
+
+    Args:
+        folder: of the run; checkpoints are `folder/checkpoint/step_N`.
+        cells: the model, or a list of this rank's stages of a pipeline; after `shard()` and `hsdp()`, where these are
+            used. Parameters of one path in several Cells are one tensor.
+        optimizer: an `AdamW`, a `Lamb`, or another Cell with the attribute `parameters`, as MindSpore's optimizers have
+            it: its other Parameters are its state, see `optimizer_parts`. Default: None.
+        mesh: the `DeviceMesh` of all these ranks. Default: all of the world.
+        keep_last, keep_every: numbers of `prune`: checkpoints that stay. Default: all.
+        async_save: whether `save` returns when the state is copied, while a process writes it. Default: False.
+        file_name: function of the path of a parameter that returns the name of its tensor in files. Default: the path.
+
+    Attributes:
+        state: the dict of the loop's own in the loaded checkpoint; {} before.
+        folder: as given; newest: that of the last checkpoint that was asked for, None before.
+    """
+
+    def __init__(
+        self, folder, cells, optimizer=None, mesh=None, keep_last=0, keep_every=0, async_save=False,
+        file_name=lambda path: path,
+    ):  # fmt: skip
+        self.folder, self.newest, self.state = folder, None, {}
+        self._file_name, self._optimizer = file_name, optimizer
+        self._cells = [cells] if isinstance(cells, nn.Cell) else list(cells)
+        here, self._keep, self._plan = world(), (keep_last, keep_every), None
+        self._ranks = ranks_of(DeviceMesh((here.size,), ("rank",)) if mesh is None else mesh, here.rank)
+        self._background = BackgroundSave(self._ranks) if async_save else None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, *_):
+        try:
+            if kind is None:
+                self.settle()
+        finally:
+            self.close()
+
+    def parts(self, with_optimizer=True):
+        """The `Part`s of this rank's tensors, a dict, `Part` -> Parameter."""
+        rank, found = self._ranks.rank, model_parts(self._cells, self._ranks.rank, self._file_name)
+        if with_optimizer and self._optimizer is not None:
+            found |= optimizer_parts(self._optimizer, rank, self._file_name)
+        return found
+
+    def save(self, step, state=None):
+        """Save the state after a step, and remove checkpoints that needn't stay.
+
+        Args:
+            step: its number.
+            state: a dict that JSON can hold, of rank 0, which `load` gives back. Default: {}.
+
+        Returns:
+            The folder of the checkpoint; with `async_save` it is whole when the next `save` or `settle` returns.
+
+        Raises:
+            FloatingPointError: on all ranks: a tensor isn't finite; nothing is saved.
+            SaveError: on all ranks: no space, no permission, …; with `async_save` also of the checkpoint before.
+        """
+        self.settle()
+        folder = self.begin_save(step, state or {})
+        self.await_copies()
+        return folder
+
+    def begin_save(self, step, state, documents=None):
+        """As `save`, after `settle`; with `async_save` the optimizer's state may still be copied: see `await_copies`.
+
+        `documents`: path in the folder -> bytes of further files.
+        """
+        parts, folder = self.parts(), step_folder(self.folder, step)
+        self.newest = folder
+        odd = [part.name for part in parts if "float" in part.dtype and not all_finite(None, (parts[part],))]
+        if found := sorted({name for names in self._ranks.gather(odd).values() for name in names}):
+            raise FloatingPointError(f"{first_of(found)}: not finite after step {step}, which is not saved")
+        own = {"format": FORMAT, "step": step, "random_state": ms.get_rng_state().asnumpy().tolist()}
+        documents = (documents or {}) | {STATE: encode_json(own | state, indent=1)}
+        arguments = folder, list(parts), lambda part: parts[part].asnumpy(), documents
+        if self._background is not None:
+            self._background.start(*arguments, self._keep)
+            return folder
+        self._plan, is_first = save(*arguments, self._ranks, self._plan), self._ranks.rank == 0
+        on_all_ranks(self._ranks, lambda: prune(folder, *self._keep) if is_first else None)
+        return folder
+
+    def load(self, path=None, weights_only=False):
+        """Load a checkpoint: the number of its step, 0 where only weights are loaded, or there is none.
+
+        Args:
+            path: a run folder, of which the newest complete checkpoint is taken, a checkpoint, or a folder of Hugging
+                Face's. Default: `folder`, which needn't have one.
+            weights_only: whether the optimizer, the generator and `state` stay as they are.
+
+        Raises:
+            FileNotFoundError: there is none at `path`. ValueError: on all ranks: tensors that differ from those here; a
+                damaged file. OSError: one can't be read.
+        """
+        try:
+            checkpoint = open_checkpoint(find_checkpoint(self.folder if path is None else path))
+        except FileNotFoundError:
+            if path is not None:
+                raise
+            return 0
+        is_whole = not weights_only and checkpoint.state is not None
+        self.fill(checkpoint, self.parts(is_whole), converts=not is_whole)
+        return self.restore(checkpoint.state) if is_whole else 0
+
+    def fill(self, checkpoint, parts, converts, ignored=()):
+        """Fill Parameters, as of `parts`, with the tensors of a `Checkpoint`; others as of `load_parameters`."""
+        load_parameters(checkpoint, parts, self._ranks, converts, ignored)
+
+    def restore(self, state):
+        """Take the generator and `state` of a checkpoint; returns the number of its step."""
+        ms.set_rng_state(ms.Tensor(np.array(state["random_state"], np.uint8)))
+        self.state = {name: value for name, value in state.items() if name not in _OWN}
+        return state["step"]
+
+    def reserve(self):
+        """With `async_save`, allocate the copy of the state ahead of the first `save`."""
+        if self._background is not None:
+            self._background.reserve(list(self.parts()))
+
+    def settle(self, waits=True):
+        """Whether no checkpoint is being written any more; `waits` for that.
+
+        Raises:
+            SaveError: on all ranks: the last checkpoint couldn't be written; its folder is removed.
+        """
+        return self._background is None or self._background.settle(waits)
+
+    def await_copies(self):
+        """Wait until the state is copied; with `async_save` before it changes."""
+        if self._background is not None:
+            self._background.await_copies()
+
+    def close(self):
+        """End what is being written, incomplete; call `settle` before for the last checkpoint."""
+        if self._background is not None:
+            self._background.close()

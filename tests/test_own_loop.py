@@ -1,0 +1,73 @@
+"""docs/own_loop.md: a loop of one's own has one card's curve on any mesh, and goes on where another mesh stopped."""
+
+import sys
+
+import numpy as np
+import pytest
+from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
+from support.launch import ROOT
+
+from mindformers_core.checkpoint import Checkpointer
+from mindformers_core.communication import world
+from mindformers_core.communication.simulated import SimulatedRanks
+from mindformers_core.passes.thread_tape import custom_gradients
+
+sys.path.insert(0, str(ROOT / "examples"))
+import own_loop  # noqa: E402
+
+
+def train(ranks, *given):
+    with custom_gradients():
+        curve, *others = SimulatedRanks(ranks).run(lambda rank: own_loop.train(world(), *given))
+    assert all(other == curve for other in others)
+    return curve
+
+
+def test_the_curve_is_one_cards_through_three_meshes(tmp_path):
+    expected = train(1, str(tmp_path / "one"), 30)
+    curve = [*train(4, str(tmp_path / "run"), 10, 2), *train(2, str(tmp_path / "run"), 20)]
+    curve += train(4, str(tmp_path / "run"), 30)
+    np.testing.assert_allclose(curve, expected, 1e-5)
+    assert expected[-1] < 0.5 * expected[0]
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoint").iterdir()) == ["step_20", "step_30"]
+
+
+def test_the_page_shows_the_example():
+    page = (ROOT / "docs" / "own_loop.md").read_text(encoding="utf-8")
+    code = (ROOT / "examples" / "own_loop.py").read_text(encoding="utf-8")
+    shown = code[code.index("def train(") : code.index("\n\n\nif __name__")]
+    assert f"```python\n{shown}\n```" in page
+    assert len([line for line in code.splitlines() if line.strip()]) <= 75
+
+
+class Counter(nn.Cell):
+    """An optimizer of a user's: a number of steps, and a sum of gradients for each parameter."""
+
+    def __init__(self, parameters):
+        super().__init__()
+        self.parameters = tuple(parameters)
+        self.steps = Parameter(Tensor(0), name="steps")
+        self.sums = ParameterTuple([Parameter(ops.zeros_like(p), name=f"sum.{p.name}") for p in parameters])
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("is_async", [False, True])
+def test_state_of_ones_own(tmp_path, is_async):
+    """All Parameters of an optimizer, and a dict; weights alone; nothing yet; a tensor that isn't finite."""
+    net, other = nn.Dense(2, 3), nn.Dense(2, 3)
+    optimizers = [Counter(each.trainable_params()) for each in (net, other)]
+    with Checkpointer(str(tmp_path), net, optimizers[0], async_save=is_async) as checkpointer:
+        assert checkpointer.load() == 0 and checkpointer.state == {}
+        with pytest.raises(FileNotFoundError, match="neither a checkpoint"):
+            checkpointer.load(str(tmp_path))
+        optimizers[0].steps.set_data(Tensor(7))
+        optimizers[0].sums[0].set_data(ops.ones_like(optimizers[0].sums[0]))
+        folder = checkpointer.save(7, {"scale": {"value": 2.5}})
+    again = Checkpointer(str(tmp_path), other, optimizers[1])
+    assert again.load(weights_only=True) == 0 and optimizers[1].steps.item() == 0 and again.state == {}
+    np.testing.assert_array_equal(other.weight.asnumpy(), net.weight.asnumpy())
+    assert again.load(folder) == 7 and again.state == {"scale": {"value": 2.5}} and optimizers[1].steps.item() == 7
+    np.testing.assert_array_equal(optimizers[1].sums[0].asnumpy(), np.ones((3, 2)))
+    other.bias.set_data(Tensor(np.array([1, np.nan, 2], np.float32)))
+    with pytest.raises(FloatingPointError, match="bias: not finite after step 8, which is not saved"):
+        again.save(8)
