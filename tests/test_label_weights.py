@@ -1,5 +1,6 @@
 """Every label that counts weighs alike in a step, however the batch is cut: as in one batch on one card."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import mindspore as ms
@@ -14,6 +15,7 @@ from mindformers_core.pipeline import ScheduleLoopedBFS, ScheduleZBV
 from mindformers_core.program.observer import Observer
 from mindformers_core.sharding.initialize import materialize
 from mindformers_core.trainer.diffing import run_simulated
+from mindformers_core.trainer.recipe import Precision
 from mindformers_core.trainer.recipe_loader import recipe_from_dict
 from mindformers_core.zero import hsdp, value_and_grad
 
@@ -75,14 +77,15 @@ class Gradients(Observer):
             self.found.setdefault(parameter.name, (parameter, tensor.asnumpy()))
 
 
-def trained(local, parallelism, steps=2):
+def trained(local, parallelism, steps=2, **precision):
     """Losses and norms of the steps, the gradients of the first one, and the parameters at the end; global arrays."""
     observers = {}
 
     def begin(job):
         observers[job.rank] = process_state().observer = Gradients()
 
-    rows = run_simulated(recipe(local, parallelism, steps=steps), steps, begin)
+    given = replace(recipe(local, parallelism, steps=steps), precision=Precision(**precision))
+    rows = run_simulated(given, steps, begin)
     gradients, weights = {}, {}
     for rank, observer in observers.items():
         for path, (parameter, gradient) in observer.found.items():
@@ -123,6 +126,26 @@ def test_every_label_weighs_alike(name, one_card):
 def counted_squares(output, target):
     """The sum over the rows that `target` counts, and their number."""
     return ops.sum(ops.square(output) * ops.expand_dims(target, 1)), ops.sum(ops.cast(target, ms.int32))
+
+
+@pytest.mark.parametrize("name", ["level 3", "pp 2 x dp 2, runs"])
+def test_passes_in_half_precision(name, one_card):
+    """Weights and moments in float32: figures within the rounding of float16, with a loss scale that skips nothing."""
+    figures, gradients, _ = trained(*CUTS[name], compute="float16")
+    np.testing.assert_allclose(figures, one_card[0][:2], rtol=2e-3)
+    for path, gradient in one_card[1].items():
+        np.testing.assert_allclose(gradients[path], gradient, atol=2e-3 * np.abs(gradient).max(), err_msg=path)
+
+
+def test_a_loss_scale_skips_steps_up_to_a_limit():
+    """Of 2**24: no step of the run is finite, and the third one in a row is too many."""
+    local, parallelism = CUTS["dp 2"]
+    given = recipe(local, parallelism, steps=3)
+    given = replace(given, precision=Precision(compute="float16", loss_scale=2.0**24, skipped_steps=2))
+    rows, _ = run_simulated(given, 3)
+    assert [row["loss_scale"] for row in rows] == [2.0**24, 2.0**23, 2.0**22] and rows[2]["skipped"] == 3
+    assert rows[0]["loss"] == rows[2]["loss"] and "not_finite" not in rows[1]
+    assert "skipped 3 steps in a row, more than precision.skipped_steps" in rows[2]["not_finite"]
 
 
 @pytest.mark.usefixtures("one_rank")

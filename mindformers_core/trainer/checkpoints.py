@@ -55,6 +55,8 @@ def resume(job, checkpoint):
     fill(checkpoint, job.checkpointer.parts(bool(state)), recipe, job.mesh, job.rank, converts=not state)
     if state:
         job.step, job.consumed = job.checkpointer.restore(state), state["consumed"]
+        if job.loss_scale and state["loss_scale"]:
+            job.loss_scale.restore(state["loss_scale"])
     if job.rank == 0:
         what = f"all, of step {job.step}; sample {job.consumed} of the data is next" if state else "weights only"
         print(f"loaded {checkpoint.folder}: {what}{_changes(recipe, checkpoint)}")
@@ -116,7 +118,7 @@ def save_job(job):
     state = {
         "consumed": job.consumed,
         "seed": recipe.training.seed,
-        "loss_scale": None,
+        "loss_scale": job.loss_scale and job.loss_scale.state(),
         "recipe": recipe_to_dict(recipe),
     }
     try:

@@ -248,4 +248,5 @@ def micro_batch(recipe, stage=0):
     if stage > 0:
         length = length // sizes.tensor_parallel if sizes.sequence_parallel else length
         first = recipe.spec.boundary(recipe.model, batch, length)
+        first = tensor_meta(first.shape, recipe.precision.compute or first.dtype)
     return first, *others

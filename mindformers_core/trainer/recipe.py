@@ -118,6 +118,19 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
+class Precision:
+    """Dtypes of `hsdp()`'s `MixedPrecision`, and the loss scale; moments are float32 in any case."""
+
+    parameter: Literal["float32", "float16", "bfloat16"] | None = None  # of updated weights; default: model.dtype
+    compute: Literal["float32", "float16", "bfloat16"] | None = None  # of both passes; default: model.dtype
+    reduce: Literal["float32", "float16", "bfloat16"] | None = None  # of sums of gradients; default: float32
+    # first value of a loss scale that doubles after 2000 steps, and halves where gradients aren't finite: that step is
+    # skipped; default: with compute float16 65536 over the labels of a micro-batch, otherwise no loss scale
+    loss_scale: float | None = bounded(None, 1.0, 2.0**24)
+    skipped_steps: int = bounded(50, 0, _MANY)  # in a row, after which a run with a loss scale ends
+
+
+@dataclass(frozen=True)
 class Monitor:
     """Records of a run besides metrics.jsonl."""
 
@@ -153,6 +166,7 @@ class Recipe:
     optimizer: Optimizer = Optimizer()
     lr_scheduler: LrScheduler = LrScheduler()
     train_dataset: TrainDataset = TrainDataset()
+    precision: Precision = Precision()
     checkpoint: Checkpoint = Checkpoint()
     monitor: Monitor = Monitor()
     context: Context = Context()

@@ -20,7 +20,7 @@ from mindformers_core.trainer.pipeline_recipe import layers_of_rank, micro_batch
 from mindformers_core.trainer.recipe_checks import recipe_device_model
 from mindformers_core.trainer.zero_recipe import zero_settings
 from mindformers_core.zero import hsdp, tie_shards, value_and_grad
-from mindformers_core.zero.loss_scale import all_finite
+from mindformers_core.zero.loss_scale import LossScale, all_finite
 
 
 def build_cells(recipe, mesh, rank):
@@ -50,6 +50,16 @@ def shard_settings(recipe):
     return {"seed": recipe.training.seed, "mode": recipe.context.engine, "device_model": model}
 
 
+def loss_scale_of(recipe, mesh):
+    """The `LossScale` of a recipe, or None."""
+    start, training = recipe.precision.loss_scale, recipe.training
+    if start is None and recipe.precision.compute == "float16":
+        labels = training.local_batch_size * mesh.axis_size("dp") * recipe.train_dataset.seq_length
+        labels = labels // micro_batches_of_a_run(recipe) if recipe.spec.loss == "sum" else 1
+        start = max(1.0, 2.0 ** (16 - labels.bit_length()))
+    return None if start is None else LossScale(ms.amp.DynamicLossScaler(start, 2, 2000), mesh)
+
+
 def stages_of(recipe, mesh, rank):
     """A dict, number of a stage of `rank` -> its `LayerRange`, without a pipeline 0 -> None; the mesh of the ranks that
     share these stages; and whether there is a pipeline.
@@ -60,7 +70,7 @@ def stages_of(recipe, mesh, rank):
     return layers, mesh.sub_mesh(tuple(axis for axis in mesh.axis_names if axis != "pp"), rank), True
 
 
-def step_parts(recipe, mesh, cells):
+def step_parts(recipe, mesh, cells, loss_scale=None):
     """One optimizer step of a rank, part by part, whose programs are generated; all ranks of a pipeline call this.
 
     Forward and backward pass run once for every micro-batch; in a pipeline, the schedule runs once for every batch of
@@ -71,22 +81,24 @@ def step_parts(recipe, mesh, cells):
         recipe: the `Recipe`.
         mesh: with the axes `MESH_AXES`.
         cells: from `build_cells`; the model is a function of the arrays of a micro-batch that returns the loss.
+        loss_scale: a `LossScale`. Default: none.
 
     Returns:
         `(run, clip, optimizer)`: a function of the local inputs of the model, a sequence of tensors of shape (runs,
-        samples of one, …), that returns the results of all runs and the reduced gradients of the parameters; the
+        samples of one, …), that returns the results of all runs and the reduced gradients of the parameters, None where
+        the loss scale finds one that isn't finite; the
         `ClipByGlobalNorm`, and the `AdamW` of the trainable parameters.
 
     Raises:
         ValueError: on all ranks of the pipeline: stages that contradict each other, or a stage without a program.
     """
     functions = _model_function if recipe.parallelism.pipeline_parallel == 1 else _schedule_function
-    parameters, run, clipping = functions(recipe, mesh, cells)
+    parameters, run, clipping = functions(recipe, mesh, cells, loss_scale)
     optimizer = AdamW(parameters, recipe.optimizer)
     return run, ClipByGlobalNorm(optimizer.parameters, recipe.training.max_norm, **clipping), optimizer
 
 
-def step_function(recipe, mesh, cells):
+def step_function(recipe, mesh, cells, loss_scale=None):
     """The optimizer and the function of one step; arguments and errors as of `step_parts`.
 
     In graph mode both passes of a model or stage are compiled functions, and clipping and update are another: the
@@ -98,9 +110,10 @@ def step_function(recipe, mesh, cells):
         function to call before the update.
         Results are the mean loss and the gradients' norm before clipping, floats that are equal on all ranks, and None.
         Where one of them isn't finite, no rank updates anything, and in place of None are the paths of this rank's
-        parameters whose gradients aren't, in the order of the backward pass.
+        parameters whose gradients aren't, in the order of the backward pass. Where the loss scale skips the step, the
+        norm is infinite, with None.
     """
-    run, clip, optimizer = step_parts(recipe, mesh, cells)
+    run, clip, optimizer = step_parts(recipe, mesh, cells, loss_scale)
 
     def norm_of(*gradients):  # one by one: tensors in a tuple would be compiled in as constants
         return clip.norm(gradients)
@@ -112,7 +125,10 @@ def step_function(recipe, mesh, cells):
 
     def step(arrays, rate, eps, decay, before_update):
         results, gradients = run(arrays)
-        loss, norm = mean_loss(results, recipe.spec.loss), norm_of(*gradients)
+        loss = mean_loss(results, recipe.spec.loss)
+        if gradients is None:
+            return float(loss.asnumpy()), math.inf, None
+        norm = norm_of(*gradients)
         _hold(optimizer, {"reduced gradient": gradients})
         numbers = float(loss.asnumpy()), float(norm.asnumpy())
         if not all(map(math.isfinite, numbers)):
@@ -142,13 +158,13 @@ def _hold(optimizer, computed):
             process_state().observer.held(what, tensor, parameter)
 
 
-def _model_function(recipe, mesh, cells):
+def _model_function(recipe, mesh, cells, loss_scale):
     """`(parameters, run, clipping)` without a pipeline.
 
     `run(arrays)` returns the results of all runs, tuples that begin with the loss, and the reduced gradients of the
     parameters; `clipping` are keyword arguments of `ClipByGlobalNorm`.
     """
-    gradient_of = value_and_grad(cells[0], compiled=recipe.context.mode == 0, loss=recipe.spec.loss)
+    gradient_of = value_and_grad(cells[0], recipe.context.mode == 0, loss_scale, recipe.spec.loss)
     gradient_of.prepare(*_computed(micro_batch(recipe)))
     for program in programs(cells[0])[-1:]:  # none in an eager Cell
         if isinstance(program.graph.result, dict) or program.results[0].shape:
@@ -170,14 +186,15 @@ def _model_function(recipe, mesh, cells):
     return cells[0].trainable_params(), run, {}
 
 
-def _schedule_function(recipe, mesh, cells):
+def _schedule_function(recipe, mesh, cells, loss_scale):
     """As `_model_function`, with this rank's stages of a pipeline."""
     sizes, names, kind = recipe.parallelism, recipe.spec.inputs[1:], recipe_schedule(recipe)
     stage_num = sizes.pipeline_parallel * sizes.pipeline_parallel_interleave_num
     options = {"mesh": mesh, "compiled": recipe.context.mode == 0, "tied": recipe.spec.tied(recipe.model)}
-    forms = {stage_num - 1: recipe.spec.loss}
+    of_last = {"loss": recipe.spec.loss, "loss_scale": loss_scale}
     stages = [
-        PipelineStage(net, index, stage_num, loss=forms.get(index, "mean"), **options) for index, net in cells.items()
+        PipelineStage(net, index, stage_num, **options, **(of_last if index == stage_num - 1 else {}))
+        for index, net in cells.items()
     ]
     several = issubclass(kind, PipelineScheduleMulti)
     schedule = kind(stages if several else stages[0], micro_batches_of_a_run(recipe), share_outputs=True)
@@ -189,7 +206,9 @@ def _schedule_function(recipe, mesh, cells):
         for stage in stages:
             stage.zero_gradients()
         losses = [schedule.run(first, **dict(zip(names, others, strict=True))) for first, *others in zip(*arrays)]
-        return [each if isinstance(each, tuple) else (each,) for each in losses], _once_each(stages, "gradients")
+        gradients = _once_each(stages, "gradients")
+        gradients = gradients if loss_scale is None else loss_scale.unscale(gradients)
+        return [each if isinstance(each, tuple) else (each,) for each in losses], gradients
 
     counted = _once_each(stages, "counted")
     return _once_each(stages, "parameters"), run, {"mesh": mesh, "over": ("pp",), "counted": counted}

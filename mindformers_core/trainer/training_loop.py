@@ -26,7 +26,7 @@ from mindformers_core.trainer.data import dataset_of, local_batch
 from mindformers_core.trainer.recipe import Recipe, accumulation_steps, learning_rate, recipe_mesh
 from mindformers_core.trainer.recipe_loader import recipe_keys, recipe_to_yaml
 from mindformers_core.trainer.recording import start_recording
-from mindformers_core.trainer.step import build_cells, step_function
+from mindformers_core.trainer.step import build_cells, loss_scale_of, step_function
 
 
 @dataclass
@@ -42,6 +42,8 @@ class Job:
     run_step: object  # see `step_function`
     batch_size: int  # sequences of a step, of all dp ranks together
     checkpointer: Checkpointer
+    loss_scale: object = None  # a `LossScale`
+    skipped: int = 0  # steps in a row that it has skipped
     step: int = 0
     consumed: int = 0
     loaded_config: object = None  # the contents of the `config.json` of `checkpoint.load_path`
@@ -96,9 +98,10 @@ def begin_job(recipe, mesh, rank, dataset, checkpoint=None):
     start_recording(recipe, mesh, rank)
     cells = build_cells(recipe, mesh, rank)
     ms.manual_seed(recipe.training.seed)  # after the constructors, of which stages call others
-    optimizer, run_step = step_function(recipe, mesh, cells)
+    loss_scale = loss_scale_of(recipe, mesh)
+    optimizer, run_step = step_function(recipe, mesh, cells, loss_scale)
     checkpointer = checkpointer_of(recipe, mesh, cells, optimizer)
-    job = Job(recipe, rank, mesh, dataset, cells, optimizer, run_step, batch_size, checkpointer)
+    job = Job(recipe, rank, mesh, dataset, cells, optimizer, run_step, batch_size, checkpointer, loss_scale)
     if checkpoint is not None:
         resume(job, checkpoint)
     if recipe.monitor.perturb:
@@ -177,10 +180,13 @@ def train_step(job):
     batch = local_batch(job.recipe, job.mesh, job.rank, job.dataset, job.consumed)
     job.step += 1
     job.consumed += job.batch_size
-    rate = learning_rate(job.recipe, job.step)
-    scalars = job.optimizer.scalars(job.step, rate)
+    rate, scale = learning_rate(job.recipe, job.step), job.loss_scale
+    skipped, value = (scale.skipped, scale.value) if scale else (0, None)
+    scalars = job.optimizer.scalars(job.step - skipped, rate)
     loss, norm, odd = job.run_step(tuple(map(ms.Tensor, batch)), *scalars, job.checkpointer.await_copies)
     process_state().observer.end_step(job.step)
+    job.skipped = job.skipped + 1 if scale and scale.skipped > skipped else 0
+    odd = [] if job.skipped > job.recipe.precision.skipped_steps else odd
     seconds = time.perf_counter() - started
     return {
         "step": job.step,
@@ -189,6 +195,7 @@ def train_step(job):
         "gradient_norm": norm,
         "seconds": seconds,
         "tokens_per_second": job.batch_size * job.recipe.train_dataset.seq_length / seconds,
+        **({"loss_scale": value, "skipped": scale.skipped} if scale else {}),
     } | ({} if odd is None else {"not_finite": _not_finite(job, loss, norm, odd)})
 
 
@@ -197,6 +204,8 @@ def _not_finite(job, loss, norm, names):
     found = sorted(ranks_of(job.mesh, job.rank).gather(names).items(), reverse=True)  # the last stage first
     names = list(dict.fromkeys(name for _, own in found for name in own))
     cause = "all gradients are finite" + (", but not the sum of their squares" if math.isinf(norm) else "")
+    if job.skipped:
+        cause = f"the loss scale has skipped {job.skipped} steps in a row, more than precision.skipped_steps"
     if names:
         cause = f"{len(names)} weights have gradients that aren't finite, in the order of the backward pass "
         cause += first_of(names, 3)

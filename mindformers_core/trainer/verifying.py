@@ -15,7 +15,9 @@ from mindformers_core.trainer.pipeline_recipe import micro_batches_of_a_run
 from mindformers_core.trainer.recipe import accumulation_steps, recipe_mesh
 from mindformers_core.trainer.shrinking import NARROWED, planned, shrunk_recipe
 from mindformers_core.trainer.step import build_cells, step_parts
+from mindformers_core.trainer.zero_recipe import mixed_precision
 from mindformers_core.verification.engine import seed_restored, simulate
+from mindformers_core.zero.precision import MixedPrecision
 
 
 @seed_restored()
@@ -63,7 +65,7 @@ def verify_recipe(recipe, full=False):
     subject = SimpleNamespace(
         mesh=mesh, build=partial(build_cells, recipe, mesh), step=step, replica=lambda *_: 0, parameters=parameters,
         passes=passes, divisor=None if is_sum else runs, device_target=recipe.context.device_target, model=net,
-        goes_on=True, is_mixed=False,
+        goes_on=True, is_mixed=mixed_precision(recipe) != MixedPrecision(),
     )  # fmt: skip
     return simulate(subject, plans, _notes(given, recipe))
 

@@ -1,6 +1,12 @@
 """A recipe's sharding over data-parallel ranks (ZeRO, Rajbhandari et al. 2020). No MindSpore is called here."""
 
 from mindformers_core.trainer.recipe import accumulation_steps
+from mindformers_core.zero.precision import MixedPrecision
+
+
+def mixed_precision(recipe):
+    """The `MixedPrecision` of a recipe."""
+    return MixedPrecision(*(getattr(recipe.precision, name) for name in ("parameter", "compute", "reduce")))
 
 
 def zero_settings(recipe, mesh):
@@ -22,4 +28,5 @@ def zero_settings(recipe, mesh):
         "comm_fusion": sizes.comm_fusion,
         "reshard_after_forward": reshard,
         "gradient_accumulation_shard": sizes.gradient_accumulation_shard,
+        "mixed_precision": mixed_precision(recipe),
     }
