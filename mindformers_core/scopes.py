@@ -1,7 +1,8 @@
-"""Context managers: errors that say where they happened, and attributes with other values for a while. Pure Python."""
+"""Errors that say where they happened, attributes with other values for a while, and what is done once. Pure Python."""
 
-import inspect
 from contextlib import contextmanager
+from functools import wraps
+from threading import Lock
 
 from mindformers_core.hints import message_of
 
@@ -22,11 +23,13 @@ def errors_at(where, behind="", kinds=(TypeError, ValueError)):
 @contextmanager
 def replaced(owner, **attributes):
     """While open, attributes of an object have other values."""
-    before = {name: inspect.getattr_static(owner, name) for name in attributes}
+    before = {name: value for name, value in vars(owner).items() if name in attributes}  # others are inherited
     _assign(owner, attributes)
     try:
         yield
     finally:
+        for name in attributes.keys() - before.keys():
+            delattr(owner, name)
         _assign(owner, before)
 
 
@@ -39,6 +42,21 @@ def entered(table, name, value):
         yield
     finally:
         table[name] = before
+
+
+def once(function):
+    """`function` at the first call in this process, while other threads wait for it; nothing at later calls."""
+    lock, done = Lock(), []
+
+    @wraps(function)
+    def first(*args):
+        if not done:
+            with lock:
+                if not done:
+                    function(*args)
+                    done.append(True)
+
+    return first
 
 
 def _assign(owner, attributes):

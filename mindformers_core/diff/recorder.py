@@ -15,6 +15,7 @@ from mindformers_core.diff.listing import Listing, facts_of
 from mindformers_core.diff.runs import NO_PASS, layout_text, row_files, write_rows, write_table
 from mindformers_core.diff.tolerance import EPS
 from mindformers_core.dtypes import dtype_name
+from mindformers_core.mindspore_private import needs_gradient
 from mindformers_core.program.graph import ParameterUse
 from mindformers_core.program.observer import Observer
 from mindformers_core.program.plan import Redistribution
@@ -108,7 +109,7 @@ class DigestRecorder(ProgramObserver):
         label = self._pass or (0, turn)
         if value is not None:
             self._add(value, tensor, label, self._direction == "backward")
-        if gradient is not None and tensor._requires_grad and not isinstance(tensor, Parameter):  # as a cast may be
+        if gradient is not None and needs_gradient(tensor) and not isinstance(tensor, Parameter):  # as a cast may be
             tensor.register_hook(lambda found: None if found is None else self._add(gradient, found, label))
 
     def _add(self, entry, tensor, label, again=False):

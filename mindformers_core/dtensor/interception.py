@@ -1,25 +1,24 @@
-"""The hooks into MindSpore that send operators on `DTensor`s to the dispatcher.
+"""The hooks into MindSpore that send operators on `DTensor`s to the dispatcher, from the first one of a process on.
 
 MindSpore looks up `__fallback__` of a Tensor subclass at every operator call. Two cases need hooks of their own: a call
 whose first tensor is a plain one looks up `Tensor.__fallback__`; and a few primitives have no such look-up.
 """
 
-from functools import partial, wraps
+import inspect
+from functools import cache, partial, wraps
 
 from mindspore import Parameter, Tensor, ops
-from mindspore.graph.api import _JitExecutor, _PyNativeExecutor
-from mindspore.ops.function import nn_func
+from mindspore.common.generator import default_generator
 
+from mindformers_core import mindspore_private as private
 from mindformers_core.algorithms.draws import draw_whole
 from mindformers_core.algorithms.dropout import WITHOUT_SEEDS
 from mindformers_core.communication.world import process_state
-from mindformers_core.dtensor.dispatch import attributes_of, dispatch
-from mindformers_core.dtensor.dtensor import DTensor, adopted
 from mindformers_core.lowering.compositions import composed
 from mindformers_core.lowering.in_place import DRAWS_IN_PLACE
 from mindformers_core.operators.registry import facts_of, registered_operators
 from mindformers_core.program.structure import tree_leaves
-from mindformers_core.scopes import entered
+from mindformers_core.scopes import entered, once
 
 _GENERATED = ops.auto_generate
 # primitives that don't look up `__fallback__`
@@ -70,22 +69,31 @@ def custom_operator(name, function):
     return call
 
 
-def intercept_operators():
-    """Send operators on DTensors to `dispatch`. Called once, when the package is imported."""
-    DTensor.__fallback__ = staticmethod(dispatch)
-    Tensor.__fallback__ = PlainTensorFallback(dispatch)
-    Tensor.__setitem__ = set_item_of(DTensor, lambda tensor, like: adopted(tensor, like.mesh))
-    for name in ("__iadd__", "__isub__", "__imul__", "__itruediv__"):
-        setattr(Tensor, name, _assigning(getattr(Tensor, name), getattr(DTensor, name)))
-    Tensor.__init__ = _of_values(Tensor.__init__)
-    _JitExecutor.__call__ = _as_python(_JitExecutor.__call__)
-    _PyNativeExecutor.grad = _of_whole(_PyNativeExecutor.grad)
-    for primitive in _WITHOUT_FALLBACK:
-        primitive.__call__ = _dispatching(primitive.__call__)
-    for name in (*registered_operators("draws"), *DRAWS_IN_PLACE):
-        primitive = getattr(ops.auto_generate, name, None) or getattr(ops, name)
-        primitive.__call__ = _drawing(primitive.__call__)
-    nn_func._cross_entropy_for_class_indices = _without_branch(nn_func._cross_entropy_for_class_indices)
+@once
+def intercept(kind, adopt):
+    """Send operators on tensors of a kind to its `__fallback__`.
+
+    Args:
+        kind: a subclass of Tensor.
+        adopt: function of a plain tensor that is written, and of one of the kind, which makes it another.
+    """
+    in_place = ("__iadd__", "__isub__", "__imul__", "__itruediv__")
+    names = *registered_operators("draws"), *DRAWS_IN_PLACE
+    draws = [getattr(_GENERATED, name, None) or getattr(ops, name, None) for name in names]
+    for owner, name, made in (
+        *((Tensor, name, partial(_assigning, getattr(kind, name))) for name in in_place),
+        (Tensor, "__init__", _of_values),
+        (private.JitExecutor, "__call__", partial(_as_python, kind)),
+        (private.PyNativeExecutor, "grad", partial(_of_whole, kind)),
+        *((primitive, "__call__", partial(_dispatching, kind)) for primitive in _WITHOUT_FALLBACK),
+        *((primitive, "__call__", _drawing) for primitive in filter(None, draws)),  # a user's own have none
+        (*private.CROSS_ENTROPY, _without_branch),
+    ):
+        setattr(owner, name, made(getattr(owner, name)))
+    Tensor.__setitem__ = set_item_of(kind, adopt)
+    Tensor.__fallback__ = PlainTensorFallback(kind.__fallback__)
+    with private.outside_of_meta(), private.no_grad():
+        private.connect_generator(default_generator)
 
 
 def draws_by_position(active=True):
@@ -123,7 +131,7 @@ def set_item_of(kind, adopt):
     return item
 
 
-def _assigning(in_place, function):
+def _assigning(function, in_place):
     """`plain += other`, which makes a new tensor where the other one is dispatched, as one card does on CPU."""
 
     def assigning(tensor, other):
@@ -158,26 +166,26 @@ def _of_values(make):
     return made
 
 
-def _as_python(call):
+def _as_python(kind, call):
     """What `@ms.jit` makes of a function; operator by operator for DTensors, of which it would compile the parts."""
 
     @wraps(call)
     def jitted(executor, *args, **kwargs):
-        if not tree_leaves((args, kwargs), DTensor):
+        if not tree_leaves((args, kwargs), kind):
             return call(executor, *args, **kwargs)
-        if executor.fn.__qualname__.startswith("_Vmap."):
+        if executor.fn.__qualname__.startswith(private.OF_VMAP):
             refused()
         return executor.fn(*args, **kwargs)
 
     return jitted
 
 
-def _of_whole(grad):
+def _of_whole(kind, grad):
     """A gradient; while a Cell runs operator by operator of whole tensors only, since it is this rank's, and plain."""
 
     @wraps(grad)
     def gradient(self, *args):
-        for tensor in tree_leaves(args, DTensor) if process_state().memo(__name__).get("draws") else ():
+        for tensor in tree_leaves(args, kind) if process_state().memo(__name__).get("draws") else ():
             tensor._whole("a gradient inside of construct, which is a plain tensor,")
         return grad(self, *args)
 
@@ -198,14 +206,25 @@ def _is_dispatched(tensor):
     return isinstance(tensor, Tensor) and "__fallback__" in vars(type(tensor)) and type(tensor) is not Tensor
 
 
-def _dispatching(call):
+def _dispatching(kind, call):
     """A `__call__` that passes calls with DTensors to the dispatcher, and runs all others itself."""
 
     def dispatching_call(self, *args):
-        if not tree_leaves(args, DTensor):
+        if not tree_leaves(args, kind):
             return call(self, *args)
-        return dispatch(
-            _operator(self.name, lambda primitive, _, local: call(primitive, *local)), (self, self.name, args)
-        )
+        operator = _operator(self.name, lambda primitive, _, local: call(primitive, *local))
+        return kind.__fallback__(operator, (self, self.name, args))
 
     return dispatching_call
+
+
+def attributes_of(primitive):
+    """The arguments of a classic primitive's constructor by name. Some classes keep those of their base instead."""
+    names, known = _constructor_names(type(primitive)), primitive.init_attrs
+    return known if known.keys() <= names.keys() else {name: getattr(primitive, name) for name in names}
+
+
+@cache
+def _constructor_names(kind):
+    """The names of a constructor's arguments in order, the keys of a dict: every call of a primitive asks for them."""
+    return dict.fromkeys(name for name in inspect.signature(kind.__init__).parameters if name != "self")

@@ -9,13 +9,12 @@ from functools import partial
 
 import numpy as np
 from mindspore import Tensor, dtype as mstype, mint, ops
-from mindspore._c_expression import typing
-from mindspore.nn.layer.rnns import _DynamicRNNBase
 
 from mindformers_core.lowering import constant_sizes as sizes
 from mindformers_core.lowering.draws import DRAWN
 from mindformers_core.lowering.in_place import scatter_update, written
 from mindformers_core.lowering.indexing import index_tensor
+from mindformers_core.mindspore_private import RecurrentLayers, type_id_to_type
 from mindformers_core.operators.registry import facts_of, register_operator
 
 
@@ -81,7 +80,7 @@ def lstm(x, state, cell, weights, input_size, hidden_size, has_bias):
     parts = flat[: gates * input_size], flat[gates * input_size : end], flat[end:]
     *matrices, biases = (ops.reshape(part, (-1, size)) for part, size in zip(parts, (input_size, hidden_size, gates)))
     biases = (biases.sum(0), ops.zeros(gates)) if has_bias else (None, None)
-    y, (state, cell) = _DynamicRNNBase("LSTM").recurrent(x, (state[0], cell[0]), *matrices, *biases)
+    y, (state, cell) = RecurrentLayers("LSTM").recurrent(x, (state[0], cell[0]), *matrices, *biases)
     return y, ops.expand_dims(state, 0), ops.expand_dims(cell, 0), *(ops.zeros((1, 1)),) * 2
 
 
@@ -111,7 +110,7 @@ def clip_by_norm(x, clip_norm, axis):
 
 def created(value, x, size, dtype=None, device=None):
     """The result of `NewOnes` and its like: a tensor of `value`, of the dtype of `x` where none is given."""
-    return ops.full(tuple(size), value, dtype=x.dtype if dtype is None else typing.type_id_to_type(dtype))
+    return ops.full(tuple(size), value, dtype=x.dtype if dtype is None else type_id_to_type(dtype))
 
 
 def _write_rows(write, x, updates, indices):

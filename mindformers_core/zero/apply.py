@@ -5,6 +5,7 @@ from weakref import proxy
 from mindformers_core.communication import world
 from mindformers_core.dtypes import dtype_name
 from mindformers_core.layout import Layout
+from mindformers_core.mindspore_private import parameters_of
 from mindformers_core.operators.signature import is_float
 from mindformers_core.sharding.parameter_storage import unit_of
 from mindformers_core.sharding.replicas import check_replicas
@@ -75,7 +76,7 @@ def _plans(tree, settings, units):
     """A `ParameterPlan` for every parameter of the tree, in order."""
     precision, holding = settings.precision, {}  # id of a parameter -> the units of the Cells that hold it
     for path, cell in tree.cells.items():
-        for parameter in cell._params.values():
+        for parameter in parameters_of(cell).values():
             holding.setdefault(id(parameter), set()).add(unit_of(path, units))
     plans = []
     for path, parameter in tree.cells[""].parameters_and_names():

@@ -1,0 +1,83 @@
+"""MindSpore's private names: all that this package uses, under plain ones; no other module has any.
+
+Private is a name that begins with an underscore, in an import path or as an attribute of MindSpore's objects; a module
+that is merely undocumented (`graph.api`, `ops.auto_generate`) isn't. `tests/test_private_names.py` holds the package to
+that, and asks whether each name exists. All were seen in the version `SEEN_IN`: for another one, look at each use.
+"""
+
+from contextlib import nullcontext
+from importlib import import_module
+from operator import attrgetter
+
+import mindspore as ms
+from mindspore import Tensor, _c_expression, _Function as Function, amp, nn
+from mindspore._c_expression import MixedPrecisionType, NoFallbackGuard, run_backward
+from mindspore._c_expression.typing import Type, type_id_to_type
+from mindspore.common.device import _DEVICE_STACK
+from mindspore.common.generator import default_generator
+from mindspore.graph import api, jit_trace
+from mindspore.graph._utils.pijit_context import PIJitCaptureContext
+from mindspore.nn.layer.rnns import _DynamicRNNBase as RecurrentLayers
+from mindspore.ops.composite import base
+from mindspore.ops.function import clip_func, nn_func
+
+__all__ = ["Function", "MixedPrecisionType", "NoFallbackGuard", "PIJitCaptureContext", "RecurrentLayers", "Type"]
+__all__ += ["run_backward", "type_id_to_type"]
+
+SEEN_IN = "2.10.0"
+
+JitExecutor, PyNativeExecutor = api._JitExecutor, api._PyNativeExecutor
+pynative_executor, no_grad = api._pynative_executor, api._no_grad
+DIFFERENTIATING = base._Grad, base._TaylorOperation, base._Vmap  # classes of what `ms.grad`, `ops.vmap`, … return
+OF_VMAP = f"{base._Vmap.__name__}."  # begins the qualified name of a vectorised function
+PYBOOST = "_Pyboost"  # begins the name of the class of an operator's function
+
+# (owner, name) of what is replaced
+ALL_FINITE = amp, "_all_finite"
+CLIP_BY_GLOBAL_NORM, TOTAL_NORM = (clip_func, "_ClipByGlobalNorm"), (clip_func, "_cal_total_norm")
+CROSS_ENTROPY = nn_func, "_cross_entropy_for_class_indices"
+CUSTOM_BPROP = nn.Cell, "_call_custom_bprop"
+DRAW = default_generator, "_step"
+GLOBAL_SEED = import_module("mindspore.common.seed"), "_GLOBAL_SEED"
+TRACE_BEGIN, TRACE_END = (jit_trace, "_jit_trace_begin"), (jit_trace, "_jit_trace_end")
+
+# of tensors
+make_subclass, get_user_data, set_user_data = Tensor._make_subclass, Tensor._get_user_data, Tensor._set_user_data
+needs_gradient, grad_node, output_index = map(attrgetter, ("_requires_grad", "_grad_node", "_output_index"))
+
+# of Cells: keys of their `vars`, and attributes
+PARAMETER_TABLES, CELLS = ("_params", "_buffers", "_params_list"), "_cells"
+BUILT, FLAGS = {"_init_flag": 1}, frozenset(("_mutable_flags", "_func_graph_flags"))
+parameters_of, parameter_lists_of = map(attrgetter, ("_params", "_params_list"))
+recompute_cell_of, construct_signature = map(attrgetter, ("_recompute_cell", "_construct_sig"))
+recompute_in_graphs = nn.Cell._recompute
+
+
+def leave_dtypes(cell):
+    """End the mixed precision of a Cell for compilers."""
+    _c_expression.Cell_.set_mixed_precision_type(cell, MixedPrecisionType.NOTSET)
+
+
+def draw_state(step):
+    """Seed and offset of a draw from the default generator, which moves on by `step`, a tensor. Compiles."""
+    return default_generator._step(step)
+
+
+def connect_generator(generator):
+    """Make PyNative and graphs share the seed of a generator of MindSpore's.
+
+    MindSpore 2.10 replaces the tensor of the generator's parameter after PyNative has stored the first one: graphs then
+    draw from a seed that differs from process to process and that `mindspore.manual_seed` doesn't set. One that is
+    compiled before goes on with that.
+    """
+    state = generator.get_state()
+    generator.__init__()
+    generator.set_state(state)
+    generator._generator.recompute(False)  # a graph would draw anew in the recomputation
+
+
+def outside_of_meta():
+    """The context of the device around all `DeviceCtx("meta")` blocks."""
+    if ms.get_context("device_target") != "meta":
+        return nullcontext()
+    return ms.DeviceCtx(next(device for device, _ in _DEVICE_STACK.get_stack() if device != "meta"))
