@@ -5,8 +5,10 @@ that is merely undocumented (`graph.api`, `ops.auto_generate`) isn't. `tests/tes
 that, and asks whether each name exists. All were seen in the version `SEEN_IN`: for another one, look at each use.
 """
 
+# ruff: noqa: F401 (names for other modules)
+
+import sys
 from contextlib import nullcontext
-from importlib import import_module
 from operator import attrgetter
 
 import mindspore as ms
@@ -21,9 +23,6 @@ from mindspore.nn.layer.rnns import _DynamicRNNBase as RecurrentLayers
 from mindspore.ops.composite import base
 from mindspore.ops.function import clip_func, nn_func
 
-__all__ = ["Function", "MixedPrecisionType", "NoFallbackGuard", "PIJitCaptureContext", "RecurrentLayers", "Type"]
-__all__ += ["run_backward", "type_id_to_type"]
-
 SEEN_IN = "2.10.0"
 
 JitExecutor, PyNativeExecutor = api._JitExecutor, api._PyNativeExecutor
@@ -37,8 +36,8 @@ ALL_FINITE = amp, "_all_finite"
 CLIP_BY_GLOBAL_NORM, TOTAL_NORM = (clip_func, "_ClipByGlobalNorm"), (clip_func, "_cal_total_norm")
 CROSS_ENTROPY = nn_func, "_cross_entropy_for_class_indices"
 CUSTOM_BPROP = nn.Cell, "_call_custom_bprop"
-DRAW = default_generator, "_step"
-GLOBAL_SEED = import_module("mindspore.common.seed"), "_GLOBAL_SEED"
+DRAW, _STEP = (default_generator, "_step"), Tensor(12, ms.int64)  # by which draws of MindSpore's operators move on
+GLOBAL_SEED = sys.modules[ms.set_seed.__module__], "_GLOBAL_SEED"
 TRACE_BEGIN, TRACE_END = (jit_trace, "_jit_trace_begin"), (jit_trace, "_jit_trace_end")
 
 # of tensors
@@ -58,9 +57,9 @@ def leave_dtypes(cell):
     _c_expression.Cell_.set_mixed_precision_type(cell, MixedPrecisionType.NOTSET)
 
 
-def draw_state(step):
-    """Seed and offset of a draw from the default generator, which moves on by `step`, a tensor. Compiles."""
-    return default_generator._step(step)
+def draw_state():
+    """Seed and offset of a draw from the default generator, which moves on, as by MindSpore's operators. Compiles."""
+    return default_generator._step(_STEP)
 
 
 def connect_generator(generator):

@@ -23,7 +23,7 @@ def errors_at(where, behind="", kinds=(TypeError, ValueError)):
 @contextmanager
 def replaced(owner, **attributes):
     """While open, attributes of an object have other values."""
-    before = {name: value for name, value in vars(owner).items() if name in attributes}  # others are inherited
+    before = {name: vars(owner)[name] for name in attributes if name in vars(owner)}  # others are inherited
     _assign(owner, attributes)
     try:
         yield
@@ -50,11 +50,9 @@ def once(function):
 
     @wraps(function)
     def first(*args):
-        if not done:
-            with lock:
-                if not done:
-                    function(*args)
-                    done.append(True)
+        with lock:
+            if not done:
+                done.append(function(*args))
 
     return first
 

@@ -24,7 +24,6 @@ from mindformers_core.splitmix import GOLDEN
 # Number of an operator's arguments before its seeds, which differ from layer to layer or from call to call.
 WITHOUT_SEEDS = {"Dropout": 2}
 
-STEP = Tensor(12, mstype.int64)  # by which a draw advances the generator: that of MindSpore's own operators
 _BLOCK = 40  # bits: 9e10 draws, and 8e6 blocks
 _SEEDS, _OFFSETS = 0xD1342543DE82EF95, 0xAF251AF3B0F025B5  # factors of seeds and offsets in a counter
 _FIRST_COLUMN = 1 << 62  # columns count from here, so that no row has the same counter
@@ -36,7 +35,7 @@ def next_random_state():
     `mindspore.manual_seed` resets the generator, `mindspore.get_rng_state` saves its state, and a recomputation draws
     the numbers of the forward pass. All ranks have to make the same draws. Compiles.
     """
-    seed, offset = draw_state(STEP)
+    seed, offset = draw_state()
     return ops.reshape(seed, ()), ops.reshape(offset, ())  # a graph gives them one dim
 
 

@@ -19,6 +19,7 @@ from mindformers_core.mindspore_private import needs_gradient
 from mindformers_core.program.graph import ParameterUse
 from mindformers_core.program.observer import Observer
 from mindformers_core.program.plan import Redistribution
+from mindformers_core.scopes import replaced
 from mindformers_core.sharding.observing import ProgramObserver, parameter_paths
 from mindformers_core.verification.comparison import gradient_layout
 
@@ -39,11 +40,8 @@ def record_digests(folder, **about):
     state = process_state()
     if type(state.observer) is not Observer:
         raise ValueError(f"record_digests('{folder}'): this rank is recorded already: leave that block before")
-    state.observer = DigestRecorder(folder, world().rank, about | {"ranks": world().size})
-    try:
+    with replaced(state, observer=DigestRecorder(folder, world().rank, about | {"ranks": world().size})):
         yield state.observer
-    finally:
-        state.observer = Observer()
 
 
 class DigestRecorder(ProgramObserver):

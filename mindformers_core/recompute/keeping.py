@@ -19,6 +19,7 @@ from mindspore.graph.api import saved_tensors_hooks
 from mindformers_core import mindspore_private as private
 from mindformers_core.communication.world import process_state
 from mindformers_core.program.structure import tree_map
+from mindformers_core.scopes import entered
 
 _KEY = "mindformers_core"
 
@@ -26,13 +27,8 @@ _KEY = "mindformers_core"
 @contextmanager
 def keeping():
     """Context in which the producing call of a tensor decides how autograd saves it. PyNative."""
-    state = process_state().memo(__name__)
-    before, state["session"] = state.get("session"), Session()
-    try:
-        with saved_tensors_hooks(_pack, _unpack):
-            yield
-    finally:
-        state["session"] = before
+    with entered(process_state().memo(__name__), "session", Session()), saved_tensors_hooks(_pack, _unpack):
+        yield
 
 
 class Session:

@@ -5,7 +5,6 @@ from weakref import proxy
 from mindformers_core.communication import world
 from mindformers_core.dtypes import dtype_name
 from mindformers_core.layout import Layout
-from mindformers_core.mindspore_private import parameters_of
 from mindformers_core.operators.signature import is_float
 from mindformers_core.sharding.parameter_storage import unit_of
 from mindformers_core.sharding.replicas import check_replicas
@@ -76,7 +75,7 @@ def _plans(tree, settings, units):
     """A `ParameterPlan` for every parameter of the tree, in order."""
     precision, holding = settings.precision, {}  # id of a parameter -> the units of the Cells that hold it
     for path, cell in tree.cells.items():
-        for parameter in parameters_of(cell).values():
+        for parameter in cell.get_parameters(expand=False):
             holding.setdefault(id(parameter), set()).add(unit_of(path, units))
     plans = []
     for path, parameter in tree.cells[""].parameters_and_names():

@@ -1,6 +1,6 @@
 """`HsdpStorage`: the parameters of one sharded tree: sharded between steps, unsharded while they compute."""
 
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 
 from mindspore import nn
@@ -173,10 +173,8 @@ class HsdpStorage(ParameterStorage):
                 yield
                 return
             self.open()
-            try:
+            with closing(self):
                 yield
-            finally:
-                self.close()
 
     def backward_scope(self):
         """See `ParameterStorage`."""
@@ -283,7 +281,5 @@ def gathered(cell):
     storage = storage_of(cell)
     storage.check_closed()
     storage.open()
-    try:
+    with closing(storage):
         yield cell
-    finally:
-        storage.close()
