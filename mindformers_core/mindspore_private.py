@@ -36,7 +36,7 @@ ALL_FINITE = amp, "_all_finite"
 CLIP_BY_GLOBAL_NORM, TOTAL_NORM = (clip_func, "_ClipByGlobalNorm"), (clip_func, "_cal_total_norm")
 CROSS_ENTROPY = nn_func, "_cross_entropy_for_class_indices"
 CUSTOM_BPROP = nn.Cell, "_call_custom_bprop"
-DRAW, _STEP = (default_generator, "_step"), Tensor(12, ms.int64)  # by which draws of MindSpore's operators move on
+DRAW = default_generator, "_step"
 GLOBAL_SEED = sys.modules[ms.set_seed.__module__], "_GLOBAL_SEED"
 TRACE_BEGIN, TRACE_END = (jit_trace, "_jit_trace_begin"), (jit_trace, "_jit_trace_end")
 
@@ -59,7 +59,7 @@ def leave_dtypes(cell):
 
 def draw_state():
     """Seed and offset of a draw from the default generator, which moves on, as by MindSpore's operators. Compiles."""
-    return default_generator._step(_STEP)
+    return default_generator._step(Tensor(12, ms.int64))
 
 
 def connect_generator(generator):

@@ -49,7 +49,7 @@ def dispatch(func, args, kwargs=None):
         return func(*tree_map(_local, (primitive, func.name, args) if primitive else args))
     kwargs = kwargs or {}
     if is_in_place(func.name) and type(args[0]) is Tensor:
-        adopted(args[0], tree_leaves((args, kwargs), DTensor)[0])
+        adopted(args[0], next(leaf.mesh for leaf in tree_leaves((args, kwargs), DTensor)))
     parts = composed(func.name, args, kwargs, primitive)
     if parts is not None:
         return parts

@@ -188,10 +188,10 @@ def borrowed(tensor):
     return tensor
 
 
-def adopted(tensor, like):
-    """A plain tensor, the same on all ranks, which becomes a DTensor as another one: it is changed in place."""
+def adopted(tensor, mesh):
+    """A plain tensor, the same on all ranks, which becomes a DTensor: it is changed in place."""
     check_memory(tensor)
-    whole = distribute_tensor(tensor.copy(), Layout.on(like.mesh, ((),) * tensor.ndim))
+    whole = distribute_tensor(tensor.copy(), Layout.on(mesh, ((),) * tensor.ndim))
     note_adopted(tensor)
     tensor.__class__ = DTensor
     vars(tensor).update(vars(whole))
@@ -200,7 +200,7 @@ def adopted(tensor, like):
 
 def intercept_operators():
     """Have MindSpore send operators on DTensors to the dispatcher; before the first one, a capture, and `shard()`."""
-    intercept(DTensor, adopted)
+    intercept(DTensor, lambda tensor, like: adopted(tensor, like.mesh))
 
 
 def _wrap_leaf(local, meta):
