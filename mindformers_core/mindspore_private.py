@@ -7,38 +7,34 @@ that, and asks whether each name exists. All were seen in the version `SEEN_IN`:
 
 # ruff: noqa: F401 (names for other modules)
 
-import sys
 from contextlib import nullcontext
 from operator import attrgetter
 
 import mindspore as ms
-from mindspore import Tensor, _c_expression, _Function as Function, amp, nn
+from mindspore import Tensor, _c_expression, _Function as Function, amp, nn, ops
 from mindspore._c_expression import MixedPrecisionType, NoFallbackGuard, run_backward
 from mindspore._c_expression.typing import Type, type_id_to_type
-from mindspore.common.device import _DEVICE_STACK
 from mindspore.common.generator import default_generator
 from mindspore.graph import api, jit_trace
 from mindspore.graph._utils.pijit_context import PIJitCaptureContext
-from mindspore.nn.layer.rnns import _DynamicRNNBase as RecurrentLayers
-from mindspore.ops.composite import base
-from mindspore.ops.function import clip_func, nn_func
 
 SEEN_IN = "2.10.0"
 
 JitExecutor, PyNativeExecutor = api._JitExecutor, api._PyNativeExecutor
 pynative_executor, no_grad = api._pynative_executor, api._no_grad
-DIFFERENTIATING = base._Grad, base._TaylorOperation, base._Vmap  # classes of what `ms.grad`, `ops.vmap`, … return
-OF_VMAP = f"{base._Vmap.__name__}."  # begins the qualified name of a vectorised function
-PYBOOST = "_Pyboost"  # begins the name of the class of an operator's function
+RecurrentLayers = nn.layer.rnns._DynamicRNNBase
+PYBOOST, OF_VMAP = "_Pyboost", "_Vmap."  # begin the names of classes of operators' functions, of vectorised functions
+# classes of what differentiates or vectorises a function
+DIFFERENTIATING = [getattr(ops.composite.base, name) for name in ("_Grad", "_TaylorOperation", "_Vmap")]
 
 # (owner, name) of what is replaced
 ALL_FINITE = amp, "_all_finite"
-CLIP_BY_GLOBAL_NORM, TOTAL_NORM = (clip_func, "_ClipByGlobalNorm"), (clip_func, "_cal_total_norm")
-CROSS_ENTROPY = nn_func, "_cross_entropy_for_class_indices"
+CLIP_BY_GLOBAL_NORM, TOTAL_NORM = ((ops.function.clip_func, name) for name in ("_ClipByGlobalNorm", "_cal_total_norm"))
+CROSS_ENTROPY = ops.function.nn_func, "_cross_entropy_for_class_indices"
 CUSTOM_BPROP = nn.Cell, "_call_custom_bprop"
 DRAW = default_generator, "_step"
-GLOBAL_SEED = sys.modules[ms.set_seed.__module__], "_GLOBAL_SEED"
 TRACE_BEGIN, TRACE_END = (jit_trace, "_jit_trace_begin"), (jit_trace, "_jit_trace_end")
+SEEDS, GLOBAL_SEED = ms.set_seed.__globals__, "_GLOBAL_SEED"  # a dict, and a key
 
 # of tensors
 make_subclass, get_user_data, set_user_data = Tensor._make_subclass, Tensor._get_user_data, Tensor._set_user_data
@@ -79,4 +75,5 @@ def outside_of_meta():
     """The context of the device around all `DeviceCtx("meta")` blocks."""
     if ms.get_context("device_target") != "meta":
         return nullcontext()
-    return ms.DeviceCtx(next(device for device, _ in _DEVICE_STACK.get_stack() if device != "meta"))
+    stack = ms.common.device._DEVICE_STACK.get_stack()
+    return ms.DeviceCtx(next(device for device, _ in stack if device != "meta"))

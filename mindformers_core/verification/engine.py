@@ -14,7 +14,7 @@ from mindformers_core.communication.world import process_state
 from mindformers_core.dtypes import dtype_name
 from mindformers_core.hints import listed
 from mindformers_core.lowering.corrected import CORRECTED
-from mindformers_core.mindspore_private import GLOBAL_SEED
+from mindformers_core.mindspore_private import GLOBAL_SEED, SEEDS
 from mindformers_core.operators import facts_of, is_float
 from mindformers_core.passes.thread_tape import custom_gradients
 from mindformers_core.program.graph import OperatorNode
@@ -58,7 +58,7 @@ def seed_restored():
     try:
         yield
     finally:
-        setattr(*GLOBAL_SEED, seed)
+        SEEDS[GLOBAL_SEED] = seed
         ms.dataset.config.set_seed(data)  # it seeds NumPy, too
         np.random.set_state(numbers)
         ms.set_rng_state(draws)
