@@ -31,7 +31,6 @@ DIFFERENTIATING = [getattr(ops.composite.base, name) for name in ("_Grad", "_Tay
 ALL_FINITE = amp, "_all_finite"
 CLIP_BY_GLOBAL_NORM, TOTAL_NORM = ((ops.function.clip_func, name) for name in ("_ClipByGlobalNorm", "_cal_total_norm"))
 CROSS_ENTROPY = ops.function.nn_func, "_cross_entropy_for_class_indices"
-CUSTOM_BPROP = nn.Cell, "_call_custom_bprop"
 DRAW = default_generator, "_step"
 TRACE_BEGIN, TRACE_END = (jit_trace, "_jit_trace_begin"), (jit_trace, "_jit_trace_end")
 SEEDS, GLOBAL_SEED = ms.set_seed.__globals__, "_GLOBAL_SEED"  # a dict, and a key
@@ -42,6 +41,7 @@ needs_gradient, grad_node, output_index = map(attrgetter, ("_requires_grad", "_g
 
 # of Cells: keys of their `vars`, and attributes
 PARAMETER_TABLES, CELLS = ("_params", "_buffers", "_params_list"), "_cells"
+CUSTOM_BPROP = "_call_custom_bprop"
 BUILT, FLAGS = {"_init_flag": 1}, frozenset(("_mutable_flags", "_func_graph_flags"))
 parameters_of, parameter_lists_of = map(attrgetter, ("_params", "_params_list"))
 recompute_cell_of, construct_signature = map(attrgetter, ("_recompute_cell", "_construct_sig"))

@@ -24,13 +24,13 @@ def errors_at(where, behind="", kinds=(TypeError, ValueError)):
 def replaced(owner, **attributes):
     """While open, attributes of an object have other values."""
     before = {name: vars(owner)[name] for name in attributes if name in vars(owner)}  # others are inherited
-    _assign(owner, attributes)
+    for name, value in attributes.items():
+        setattr(owner, name, value)
     try:
         yield
     finally:
-        for name in attributes.keys() - before.keys():
-            delattr(owner, name)
-        _assign(owner, before)
+        for name in attributes:
+            setattr(owner, name, before[name]) if name in before else delattr(owner, name)
 
 
 @contextmanager
@@ -55,8 +55,3 @@ def once(function):
                 done.append(function(*args))
 
     return first
-
-
-def _assign(owner, attributes):
-    for name, value in attributes.items():
-        setattr(owner, name, value)

@@ -15,14 +15,13 @@ from mindformers_core.algorithms.redistribute import model_of_device, redistribu
 from mindformers_core.algorithms.shard_context import shard_context
 from mindformers_core.communication.world import process_state
 from mindformers_core.dtensor.dtensor import DTensor, adopted, parameter_view, wrap
-from mindformers_core.dtensor.interception import attributes_of
 from mindformers_core.dtypes import dtype_name
 from mindformers_core.layout import Layout
 from mindformers_core.lowering.aliases import check_current, is_view, share_memory, stale_plain
 from mindformers_core.lowering.compositions import composed
 from mindformers_core.lowering.corrected import OWN_FUNCTIONS
 from mindformers_core.lowering.in_place import is_in_place
-from mindformers_core.lowering.operator_source import operator_function
+from mindformers_core.lowering.operator_source import attributes_of, operator_function
 from mindformers_core.mindspore_private import needs_gradient
 from mindformers_core.operators import OperatorCall, TensorMeta, resolve, signature_of, tensor_meta
 from mindformers_core.operators.registry import facts_of, rule_attributes

@@ -4,8 +4,7 @@ MindSpore looks up `__fallback__` of a Tensor subclass at every operator call. T
 whose first tensor is a plain one looks up `Tensor.__fallback__`; and a few primitives have no such look-up.
 """
 
-import inspect
-from functools import cache, partial, wraps
+from functools import partial, wraps
 
 from mindspore import Parameter, Tensor, ops
 from mindspore.common.generator import default_generator
@@ -16,6 +15,7 @@ from mindformers_core.algorithms.dropout import WITHOUT_SEEDS
 from mindformers_core.communication.world import process_state
 from mindformers_core.lowering.compositions import composed
 from mindformers_core.lowering.in_place import DRAWS_IN_PLACE
+from mindformers_core.lowering.operator_source import attributes_of
 from mindformers_core.operators.registry import facts_of, registered_operators
 from mindformers_core.program.structure import tree_leaves
 from mindformers_core.scopes import entered, once
@@ -216,15 +216,3 @@ def _dispatching(kind, call):
         return kind.__fallback__(operator, (self, self.name, args))
 
     return dispatching_call
-
-
-def attributes_of(primitive):
-    """The arguments of a classic primitive's constructor by name. Some classes keep those of their base instead."""
-    names, known = _constructor_names(type(primitive)), primitive.init_attrs
-    return known if known.keys() <= names.keys() else {name: getattr(primitive, name) for name in names}
-
-
-@cache
-def _constructor_names(kind):
-    """The names of a constructor's arguments in order, the keys of a dict: every call of a primitive asks for them."""
-    return dict.fromkeys(name for name in inspect.signature(kind.__init__).parameters if name != "self")

@@ -310,7 +310,14 @@ def _ready():
     return found
 
 
+@cache
 def _parameters(function, skipped=0):
     """Parameter -> default, without the first `skipped`."""
     parameters = list(inspect.signature(function).parameters.values())[skipped:]
     return {parameter.name: parameter.default for parameter in parameters}
+
+
+def attributes_of(primitive):
+    """The arguments of a classic primitive's constructor by name. Some classes keep those of their base instead."""
+    names, known = _parameters(type(primitive).__init__, 1), primitive.init_attrs
+    return known if known.keys() <= names.keys() else {name: getattr(primitive, name) for name in names}

@@ -5,7 +5,7 @@ The autograd of PyNative records on the tensors themselves where its flag, which
 `custom_gradients` records it as a `Function`.
 """
 
-from mindspore import ops
+from mindspore import nn, ops
 
 from mindformers_core import mindspore_private as private
 from mindformers_core.scopes import replaced
@@ -38,8 +38,7 @@ class ThreadTape:
 
 def custom_gradients():
     """While open, MindSpore records Cells with a `bprop` in the calling thread's autograd, in all threads."""
-    owner, name = private.CUSTOM_BPROP
-    return replaced(owner, **{name: _call_recorded})
+    return replaced(nn.Cell, **{private.CUSTOM_BPROP: _call_recorded})
 
 
 def _call_recorded(cell, *args, **kwargs):
