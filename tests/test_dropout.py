@@ -7,7 +7,7 @@ from mindspore import Tensor
 
 from mindformers_core.algorithms.draws import whole_context
 from mindformers_core.algorithms.dropout import counters, dropout_with_mask, next_random_state
-from mindformers_core.dtensor.dtensor import intercept_operators
+from mindformers_core.dtensor.interception import intercept_operators
 from mindformers_core.mindspore_private import connect_generator
 
 SIZE = 1024

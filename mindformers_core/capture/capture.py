@@ -24,8 +24,13 @@ from mindformers_core.capture.python_state import CURES, attributes_of_any_cell
 from mindformers_core.capture.recording import Recorder
 from mindformers_core.capture.shape_functions import ON_PLAIN_TENSORS, by_numpy, creating_functions
 from mindformers_core.capture.traced import CaptureError, Traced, call_site
-from mindformers_core.dtensor.dtensor import intercept_operators
-from mindformers_core.dtensor.interception import PlainTensorFallback, draws_by_position, refused, set_item_of
+from mindformers_core.dtensor.interception import (
+    PlainTensorFallback,
+    draws_by_position,
+    intercept_operators,
+    refused,
+    set_item_of,
+)
 from mindformers_core.lowering.aliases import adoptions
 from mindformers_core.lowering.in_place import DRAWS_IN_PLACE, is_in_place
 from mindformers_core.lowering.indexing import index_tensor

@@ -2,7 +2,9 @@
 
 from mindformers_core.dtensor.dispatch import dispatch
 from mindformers_core.dtensor.dtensor import DTensor, distribute_tensor
+from mindformers_core.dtensor.interception import intercept_operators
 
 __all__ = ["DTensor", "distribute_tensor"]
 
-DTensor.__fallback__ = staticmethod(dispatch)
+# what takes its operators, and what its first object of a process needs; both know the class
+DTensor.__fallback__, DTensor._intercept = staticmethod(dispatch), staticmethod(intercept_operators)

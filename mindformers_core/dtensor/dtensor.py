@@ -13,7 +13,6 @@ from mindspore import Parameter, Tensor, ops
 
 from mindformers_core.algorithms.redistribute import redistribute_local
 from mindformers_core.communication import world
-from mindformers_core.dtensor.interception import intercept
 from mindformers_core.dtypes import dtype_name
 from mindformers_core.layout import Layout, bind_layout
 from mindformers_core.lowering.aliases import check_memory, note_adopted, note_write, unwritable
@@ -46,7 +45,7 @@ class DTensor(IndexedTensor):
                 "DTensor.from_local takes a plain tensor; this is a DTensor already: use redistribute(layout)"
             )
         _check_tensor(local, "DTensor.from_local")
-        intercept_operators()
+        DTensor._intercept()
         bound = bind_layout(layout, mesh, local.ndim, name="local tensor")
         return _wrap_leaf(local, tensor_meta(bound.global_shape(local.shape), dtype_name(local.dtype), bound))
 
@@ -198,11 +197,6 @@ def adopted(tensor, mesh):
     return tensor
 
 
-def intercept_operators():
-    """Have MindSpore send operators on DTensors to the dispatcher; before the first one, a capture, and `shard()`."""
-    intercept(DTensor, lambda tensor, like: adopted(tensor, like.mesh))
-
-
 def _wrap_leaf(local, meta):
     """As `wrap`, for a tensor that may live longer than a step: it has a cache only while a gradient is recorded."""
     tensor = wrap(local, meta)
@@ -231,7 +225,7 @@ def distribute_tensor(tensor, layout, mesh=None):
     if isinstance(tensor, DTensor):
         return tensor.redistribute(layout, mesh)
     _check_tensor(tensor, "distribute_tensor")
-    intercept_operators()
+    DTensor._intercept()
     bound = bind_layout(layout, mesh, tensor.ndim)
     if isinstance(tensor, Parameter):
         return parameter_view(placed_parameter(tensor, bound))

@@ -13,6 +13,8 @@ from mindformers_core import mindspore_private as private
 from mindformers_core.algorithms.draws import draw_whole
 from mindformers_core.algorithms.dropout import WITHOUT_SEEDS
 from mindformers_core.communication.world import process_state
+from mindformers_core.dtensor.dispatch import dispatch
+from mindformers_core.dtensor.dtensor import DTensor, adopted
 from mindformers_core.lowering.compositions import composed
 from mindformers_core.lowering.in_place import DRAWS_IN_PLACE
 from mindformers_core.lowering.operator_source import attributes_of
@@ -70,34 +72,30 @@ def custom_operator(name, function):
 
 
 @once
-def intercept(kind, adopt):
-    """Send operators on tensors of a kind to its `__fallback__`.
-
-    Args:
-        kind: a subclass of Tensor.
-        adopt: function of a plain tensor that is written, and of one of the kind, which makes it another.
-    """
+def intercept_operators():
+    """Send operators on DTensors to `dispatch`: called before the first one, a capture, and `shard()`."""
     in_place = ("__iadd__", "__isub__", "__imul__", "__itruediv__")
     names = *registered_operators("draws"), *DRAWS_IN_PLACE
     draws = [getattr(_GENERATED, name, None) or getattr(ops, name, None) for name in names]
     for owner, name, made in (
-        *((Tensor, name, partial(_assigning, getattr(kind, name))) for name in in_place),
+        *((Tensor, name, partial(_assigning, getattr(DTensor, name))) for name in in_place),
         (Tensor, "__init__", _of_values),
-        (private.JitExecutor, "__call__", partial(_as_python, kind)),
-        (private.PyNativeExecutor, "grad", partial(_of_whole, kind)),
-        *((primitive, "__call__", partial(_dispatching, kind)) for primitive in _WITHOUT_FALLBACK),
+        (private.JitExecutor, "__call__", _as_python),
+        (private.PyNativeExecutor, "grad", _of_whole),
+        *((primitive, "__call__", _dispatching) for primitive in _WITHOUT_FALLBACK),
         *((primitive, "__call__", _drawing) for primitive in filter(None, draws)),  # a user's own have none
         (*private.CROSS_ENTROPY, _without_branch),
     ):
         setattr(owner, name, made(getattr(owner, name)))
-    Tensor.__setitem__ = set_item_of(kind, adopt)
-    Tensor.__fallback__ = PlainTensorFallback(kind.__fallback__)
+    Tensor.__setitem__ = set_item_of(DTensor, lambda tensor, like: adopted(tensor, like.mesh))
+    Tensor.__fallback__ = PlainTensorFallback(dispatch)
     with private.outside_of_meta(), private.no_grad():
         private.connect_generator(default_generator)
 
 
 def draws_by_position(active=True):
     """While open, draws among plain tensors give a distributed program's numbers, the same on all ranks; or don't."""
+    intercept_operators()
     return entered(process_state().memo(__name__), "draws", active)
 
 
@@ -166,12 +164,12 @@ def _of_values(make):
     return made
 
 
-def _as_python(kind, call):
+def _as_python(call):
     """What `@ms.jit` makes of a function; operator by operator for DTensors, of which it would compile the parts."""
 
     @wraps(call)
     def jitted(executor, *args, **kwargs):
-        if not tree_leaves((args, kwargs), kind):
+        if not tree_leaves((args, kwargs), DTensor):
             return call(executor, *args, **kwargs)
         if executor.fn.__qualname__.startswith(private.OF_VMAP):
             refused()
@@ -180,12 +178,12 @@ def _as_python(kind, call):
     return jitted
 
 
-def _of_whole(kind, grad):
+def _of_whole(grad):
     """A gradient; while a Cell runs operator by operator of whole tensors only, since it is this rank's, and plain."""
 
     @wraps(grad)
     def gradient(self, *args):
-        for tensor in tree_leaves(args, kind) if process_state().memo(__name__).get("draws") else ():
+        for tensor in tree_leaves(args, DTensor) if process_state().memo(__name__).get("draws") else ():
             tensor._whole("a gradient inside of construct, which is a plain tensor,")
         return grad(self, *args)
 
@@ -206,13 +204,13 @@ def _is_dispatched(tensor):
     return isinstance(tensor, Tensor) and "__fallback__" in vars(type(tensor)) and type(tensor) is not Tensor
 
 
-def _dispatching(kind, call):
+def _dispatching(call):
     """A `__call__` that passes calls with DTensors to the dispatcher, and runs all others itself."""
 
     def dispatching_call(self, *args):
-        if not tree_leaves(args, kind):
+        if not tree_leaves(args, DTensor):
             return call(self, *args)
         operator = _operator(self.name, lambda primitive, _, local: call(primitive, *local))
-        return kind.__fallback__(operator, (self, self.name, args))
+        return dispatch(operator, (self, self.name, args))
 
     return dispatching_call

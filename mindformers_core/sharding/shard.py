@@ -8,7 +8,8 @@ from mindformers_core.algorithms.redistribute import model_of_device, redistribu
 from mindformers_core.capture.algorithm_graph import algorithm_of
 from mindformers_core.capture.capture import capture
 from mindformers_core.communication import process_state, world
-from mindformers_core.dtensor.dtensor import intercept_operators, placed_parameter
+from mindformers_core.dtensor.dtensor import placed_parameter
+from mindformers_core.dtensor.interception import intercept_operators
 from mindformers_core.hints import nearest
 from mindformers_core.layout import Layout, bind_layout
 from mindformers_core.mesh import DeviceMesh
