@@ -24,13 +24,7 @@ from mindformers_core.capture.python_state import CURES, attributes_of_any_cell
 from mindformers_core.capture.recording import Recorder
 from mindformers_core.capture.shape_functions import ON_PLAIN_TENSORS, by_numpy, creating_functions
 from mindformers_core.capture.traced import CaptureError, Traced, call_site
-from mindformers_core.dtensor.interception import (
-    PlainTensorFallback,
-    draws_by_position,
-    intercept_operators,
-    refused,
-    set_item_of,
-)
+from mindformers_core.dtensor.interception import PlainTensorFallback, draws_by_position, refused, set_item_of
 from mindformers_core.lowering.aliases import adoptions
 from mindformers_core.lowering.in_place import DRAWS_IN_PLACE, is_in_place
 from mindformers_core.lowering.indexing import index_tensor
@@ -109,9 +103,9 @@ def _captured(cell, inputs, named_inputs):
         raise TypeError(f"capture() takes a Cell, an instance of a subclass of nn.Cell, not {cell!r}")
     if any("_sharding" in child.__dict__ for _, child in cell.cells_and_names()):
         raise ValueError(f"{cell_label('', cell)} is sharded already: capture() takes the single-card model")
-    intercept_operators()
     recorder = Recorder(CapturedTree(cell))
     with ExitStack() as scope:
+        scope.enter_context(draws_by_position(False))  # which puts into MindSpore what is replaced here
         # Not by `MS_JIT=0`: a process that another thread starts meanwhile would inherit it, and never compile.
         drawing = *private.DRAW, lambda step: recorder.random_state()
         for owner, name, function in (*_WITHOUT_COMPILING, *creating_functions(), drawing):
@@ -123,7 +117,6 @@ def _captured(cell, inputs, named_inputs):
         scope.enter_context(private.outside_of_meta())
         scope.callback(ms.set_rng_state, ms.get_rng_state())
         scope.enter_context(private.no_grad())
-        scope.enter_context(draws_by_position(False))
         scope.enter_context(adoptions())
         scope.enter_context(recorder.tree.traced(recorder))
         set_item = set_item_of(Traced, lambda tensor, _: recorder.adopt(tensor))

@@ -74,20 +74,19 @@ def custom_operator(name, function):
 @once
 def intercept_operators():
     """Send operators on DTensors to `dispatch`: called before the first one, a capture, and `shard()`."""
-    in_place = ("__iadd__", "__isub__", "__imul__", "__itruediv__")
-    names = *registered_operators("draws"), *DRAWS_IN_PLACE
-    draws = [getattr(_GENERATED, name, None) or getattr(ops, name, None) for name in names]
-    for owner, name, made in (
-        *((Tensor, name, partial(_assigning, getattr(DTensor, name))) for name in in_place),
-        (Tensor, "__init__", _of_values),
-        (private.JitExecutor, "__call__", _as_python),
-        (private.PyNativeExecutor, "grad", _of_whole),
-        *((primitive, "__call__", _dispatching) for primitive in _WITHOUT_FALLBACK),
-        *((primitive, "__call__", _drawing) for primitive in filter(None, draws)),  # a user's own have none
-        (*private.CROSS_ENTROPY, _without_branch),
-    ):
-        setattr(owner, name, made(getattr(owner, name)))
     Tensor.__setitem__ = set_item_of(DTensor, lambda tensor, like: adopted(tensor, like.mesh))
+    for name in ("__iadd__", "__isub__", "__imul__", "__itruediv__"):
+        setattr(Tensor, name, _assigning(getattr(Tensor, name), getattr(DTensor, name)))
+    Tensor.__init__ = _of_values(Tensor.__init__)
+    private.JitExecutor.__call__ = _as_python(private.JitExecutor.__call__)
+    private.PyNativeExecutor.grad = _of_whole(private.PyNativeExecutor.grad)
+    for primitive in _WITHOUT_FALLBACK:
+        primitive.__call__ = _dispatching(primitive.__call__)
+    for name in (*registered_operators("draws"), *DRAWS_IN_PLACE):
+        primitive = getattr(_GENERATED, name, None) or getattr(ops, name, None)
+        if primitive is not None:  # else an operator of a user's
+            primitive.__call__ = _drawing(primitive.__call__)
+    setattr(*private.CROSS_ENTROPY, _without_branch(getattr(*private.CROSS_ENTROPY)))
     Tensor.__fallback__ = PlainTensorFallback(dispatch)
     with private.outside_of_meta(), private.no_grad():
         private.connect_generator(default_generator)
@@ -129,7 +128,7 @@ def set_item_of(kind, adopt):
     return item
 
 
-def _assigning(function, in_place):
+def _assigning(in_place, function):
     """`plain += other`, which makes a new tensor where the other one is dispatched, as one card does on CPU."""
 
     def assigning(tensor, other):
