@@ -17,7 +17,6 @@ from mindspore.common.generator import default_generator
 from mindspore.graph import api, jit_trace
 from mindspore.ops.auto_generate import pyboost_inner_prim
 from mindspore.ops.composite import base
-from mindspore.ops.function import clip_func, nn_func
 from test_layers_of_the_house import MODULES, PACKAGE, ROOT, parse
 
 HOME = f"{PACKAGE}.mindspore_private"
@@ -116,7 +115,8 @@ def test_each_private_name_exists():
     """Attributes and keys: importing the module has found the others. Cells get some only when they are compiled."""
     seen = import_module(HOME).SEEN_IN
     assert ms.__version__ == seen, f"{HOME} was written for MindSpore {seen}: look at each use, then change it"
-    modules = amp, base, clip_func, nn_func, jit_trace, pyboost_inner_prim, import_module("mindspore.common.seed"), api
+    modules = amp, api, base, jit_trace, pyboost_inner_prim, import_module("mindspore.common.seed"), ms.common.device
+    modules += nn.layer.rnns, ops.function.clip_func, ops.function.nn_func
     known = {*OF_OBJECTS, *chain.from_iterable(map(dir, modules))}
     known |= {*re.findall(r"\w+", inspect.getsource(api)), type(pyboost_inner_prim.softmax_impl).__name__[:8]}
     assert known >= HOME_NAMES, sorted(HOME_NAMES - known)
