@@ -58,8 +58,8 @@ def draw_state():
     return default_generator._step(Tensor(12, ms.int64))
 
 
-def connect_generator(generator):
-    """Make PyNative and graphs share the seed of a generator of MindSpore's.
+def connect_generator(generator=default_generator):
+    """Make PyNative and graphs share the seed of a generator.
 
     MindSpore 2.10 replaces the tensor of the generator's parameter after PyNative has stored the first one: graphs then
     draw from a seed that differs from process to process and that `mindspore.manual_seed` doesn't set. One that is

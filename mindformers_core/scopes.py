@@ -49,9 +49,9 @@ def once(function):
     lock, done = Lock(), []
 
     @wraps(function)
-    def first(*args):
+    def first():
         with lock:
             if not done:
-                done.append(function(*args))
+                done.append(function())
 
     return first

@@ -7,7 +7,6 @@ whose first tensor is a plain one looks up `Tensor.__fallback__`; and a few prim
 from functools import partial, wraps
 
 from mindspore import Parameter, Tensor, ops
-from mindspore.common.generator import default_generator
 
 from mindformers_core import mindspore_private as private
 from mindformers_core.algorithms.draws import draw_whole
@@ -89,7 +88,7 @@ def intercept_operators():
     setattr(*private.CROSS_ENTROPY, _without_branch(getattr(*private.CROSS_ENTROPY)))
     Tensor.__fallback__ = PlainTensorFallback(dispatch)
     with private.outside_of_meta(), private.no_grad():
-        private.connect_generator(default_generator)
+        private.connect_generator()
 
 
 def draws_by_position(active=True):
