@@ -6,6 +6,8 @@ import os
 import re
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from itertools import chain
 
@@ -18,6 +20,8 @@ from mindspore.graph import api, jit_trace
 from mindspore.ops.auto_generate import pyboost_inner_prim
 from mindspore.ops.composite import base
 from test_layers_of_the_house import MODULES, PACKAGE, ROOT, parse
+
+from mindformers_core.scopes import once
 
 HOME = f"{PACKAGE}.mindspore_private"
 OF_PYTHON = {
@@ -197,3 +201,19 @@ def test_mindspore_is_as_it_was_until_the_first_need():
     environment = {**os.environ, "PYTHONPATH": paths, "GLOG_v": "3"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0 and done.stdout == "[]\n", done.stdout + done.stderr
+
+
+def test_once_is_once_and_others_wait():
+    runs = []
+
+    @once
+    def slow():
+        time.sleep(0.05)
+        runs.append(1)
+
+    def work():
+        slow()
+        return len(runs)
+
+    with ThreadPoolExecutor(4) as threads:
+        assert [each.result() for each in [threads.submit(work) for _ in range(4)]] == [1] * 4
