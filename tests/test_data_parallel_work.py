@@ -1,7 +1,6 @@
 """Data parallelism keeps the batch cut: each of two ranks computes half of what one card does, and gathers nothing."""
 
 import inspect
-from math import prod
 
 import pytest
 from mindspore import Tensor, set_seed
@@ -12,7 +11,7 @@ from support.planned_models import captured
 from mindformers_core.communication.world import rank_of
 from mindformers_core.layout import Layout, layout
 from mindformers_core.mesh import DeviceMesh
-from mindformers_core.operators.computation import local_sizes, operations_of
+from mindformers_core.operators.computation import computation_seconds
 from mindformers_core.program.plan import OperatorPlan, Redistribution, operators_in_order
 from mindformers_core.propagation.propagate import propagate
 from mindformers_core.redistribution import DeviceModel, Link
@@ -38,15 +37,15 @@ def data_parallel(example):
 
 
 def work_of(plan):
-    """Floating-point operations of a rank."""
+    """What a rank computes, in seconds."""
     total = 0
     for place in operators_in_order(plan):
         entry = place.entry
         if isinstance(entry, OperatorPlan):
-            sizes = local_sizes(entry.signature, plan.mesh, entry.axes_of)
-            inputs = [prod(given.local_shape(value.shape)) for value, given in entry.consumed]
-            outputs = list(map(prod, entry.local_shapes))
-            total += operations_of(entry.node.operator, sizes, inputs, outputs, may_view=entry.algorithm is None)
+            dtypes = [value.dtype for value, _ in (*entry.consumed, *entry.produced)]
+            total += computation_seconds(
+                entry.node.operator, entry.signature, plan.mesh, entry.axes_of, dtypes, plan.device_model
+            )
     return total
 
 

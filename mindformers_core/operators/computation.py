@@ -23,14 +23,13 @@ def rounds_of(signature, mesh, axes_of):
     return prod(mesh.axis_size(*axes) ** (len(group) - 1) for group, axes in joint)
 
 
-def operations_of(name, sizes, inputs, outputs, may_view=True):
+def operations_of(name, sizes, inputs, outputs):
     """Floating-point operations of one call of an operator.
 
     Args:
         name: of the operator.
         sizes: factor -> its size.
         inputs, outputs: numbers of elements of its tensors.
-        may_view: whether a call whose results are views costs nothing. Default: True.
 
     Returns:
         An integer: 2·m·n·k for products, attention (all scores, masked ones included) and convolutions; 1 to 10 for
@@ -39,7 +38,7 @@ def operations_of(name, sizes, inputs, outputs, may_view=True):
     facts = facts_of(name)
     if callable(facts.operations):
         return facts.operations(sizes)
-    if may_view and facts.computes_nothing:
+    if facts.computes_nothing:
         return 0
     counted = outputs if facts.reads_a_part else [*inputs, *outputs]
     return facts.operations * max(counted, default=0)
