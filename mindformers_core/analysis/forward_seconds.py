@@ -51,10 +51,5 @@ def _steps_seconds(steps, device):
 
 def _whole_seconds(graph, mesh, device):
     """Seconds of a Cell that runs unsharded, on whole tensors."""
-    total = 0.0
-    for node in graph.nodes:
-        if isinstance(node, CallNode):
-            total += _whole_seconds(node.graph, mesh, device)
-        else:
-            total += _operator_seconds(node, operator_signature(node), mesh, {}, device)
-    return total
+    nodes = (node for call in graph.calls() for node in call.nodes if not isinstance(node, CallNode))
+    return sum(_operator_seconds(node, operator_signature(node), mesh, {}, device) for node in nodes)
