@@ -45,7 +45,7 @@ def _steps_seconds(steps, device):
     """Seconds of the collectives of redistributions, and of what slices, masks and pads read and write."""
     copied = [step for step in steps if step.forward[0] not in ("identity", "view", *COLLECTIVES)]
     sizes = [(prod(step.local_shape) + prod(step.output_shape)) * step.itemsize for step in copied]
-    collectives = steps_price(((step, False) for step in steps), device).seconds
+    collectives = steps_price([(step, False) for step in steps], device).seconds
     return collectives + sum(device.computation(0, nbytes) for nbytes in sizes)
 
 
