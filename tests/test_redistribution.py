@@ -16,16 +16,8 @@ from support.work import calls_in
 from mindformers_core.layout import PARTIAL_OPS, Layout
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.placement import parts_of
-from mindformers_core.redistribution import (
-    ASCEND,
-    CPU,
-    GPU,
-    STEP_KINDS,
-    DeviceModel,
-    Link,
-    plan_redistribution,
-    redistribution_price,
-)
+from mindformers_core.redistribution import ASCEND, CPU, GPU, STEP_KINDS, DeviceModel, Link, plan_redistribution
+from mindformers_core.redistribution.price import redistribution_price
 
 MODELS = (
     CPU,
