@@ -36,15 +36,18 @@ def _normalised(x, scale, bias, mean, variance, is_training, momentum, epsilon):
     center, spread, channels = mean, variance, (1, -1) + (1,) * (x.ndim - 2)
     if is_training:
         dims = (0, *range(2, x.ndim))
-        center = mint.mean(wide, dims)
-        spread = mint.mean(ops.square(wide - ops.reshape(center, channels)), dims)
+        shown = mint.mean(wide, dims, keepdim=True)  # in the form in which all ranks need the sum, for one all-reduce
+        centered, center = wide - shown, ops.reshape(shown, (-1,))
+        spread = mint.mean(ops.square(centered), dims)
         if mean is not None:
             count = math.prod(x.shape) // x.shape[1]
             ops.assign(mean, mean * (1 - momentum) + ops.cast(center * momentum, mean.dtype))
             unbiased = spread * (momentum * count / max(count - 1, 1))
             ops.assign(variance, variance * (1 - momentum) + ops.cast(unbiased, variance.dtype))
+    else:
+        centered = wide - ops.reshape(center, channels)
     factor = ops.rsqrt(spread + epsilon) if scale is None else ops.rsqrt(spread + epsilon) * scale
-    y = (wide - ops.reshape(center, channels)) * ops.reshape(factor, channels)
+    y = centered * ops.reshape(factor, channels)
     y = y if bias is None else y + ops.reshape(bias, channels)
     return ops.cast(y, x.dtype), center, spread
 
