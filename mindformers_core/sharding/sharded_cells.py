@@ -160,8 +160,9 @@ class EagerCell(ShardedCell):
                 tree.follow_cells()
                 shapes = tuple(tuple(tensor.shape) for tensor in tree_leaves((args, kwargs), Tensor))
                 tree.compare_inputs(shapes, args, kwargs)
-            model = replaced(process_state(), device_model=tree.device_model)
-            with replaced(tree, views={}), tree.storage.call_scope(), draws_by_position(), adoptions(), model:
+            state, model = process_state(), tree.device_model
+            planned = replaced(state, device_model=model, calls=state.memo(model))
+            with replaced(tree, views={}), tree.storage.call_scope(), draws_by_position(), adoptions(), planned:
                 args, kwargs = tree.storage.cast_inputs(args, kwargs) if path == "" else (args, kwargs)
                 result = self.run_eagerly(*args, **kwargs)
                 return tree.storage.cast_outputs(result) if path == "" else result
