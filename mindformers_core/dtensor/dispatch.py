@@ -30,7 +30,7 @@ from mindformers_core.program.graph import OperatorNode
 from mindformers_core.program.structure import Value, tree_fill, tree_key, tree_leaves, tree_map
 from mindformers_core.propagation.operators import operator_plan
 
-_NO_TENSORS = frozenset({int, bool, str, type(None)})  # the question whether one is a tensor takes longer
+_NO_TENSORS = frozenset({bool, str, type(None)})  # the question whether one is a tensor takes longer
 _MOST_PROGRAMS = 65536  # a number that changes with every step would fill the memory with programs
 
 
@@ -150,14 +150,16 @@ def _describe(argument, key, tensors):
     if kind is DTensor:
         key.append(argument._meta)
         tensors.append(argument)
+    elif kind is int:
+        key.append(argument)
     elif kind is tuple or kind is list:
-        key.append(len(argument))
+        key += tuple, len(argument)
         for entry in argument:
             _describe(entry, key, tensors)
     elif isinstance(argument, float):
         key += kind, argument.hex()  # since 0.0 == -0.0
     elif kind in _NO_TENSORS or not isinstance(argument, Tensor):
-        key += kind, argument  # since 1 == True
+        key += kind, argument  # since True == 1
     elif isinstance(argument, Parameter) and hasattr(argument, "global_shape"):
         _describe(parameter_view(argument), key, tensors)
     else:
@@ -230,6 +232,7 @@ class _Program:
         if metas is None:
             metas = self._check_outputs(result)
             self.metas = None if facts_of(self.name).gather else metas  # their shapes may depend on values
+            self.is_view = self.is_view and metas[0].dtype == tensors[0]._meta.dtype  # else a copy
         results = tuple(map(wrap, result, metas)) if isinstance(result, (tuple, list)) else wrap(result, metas[0])
         if self.is_view:
             share_memory(tensors, results)

@@ -1,10 +1,7 @@
 """Tensors that share memory on one card: a value and its views, of which a write in place makes all others stale."""
 
-from mindspore import Tensor
-
 from mindformers_core.communication.world import process_state
 from mindformers_core.operators.registry import facts_of, rewritten
-from mindformers_core.program.structure import tree_leaves
 from mindformers_core.scopes import entered
 
 # views, or the input itself, beside those that records tell
@@ -57,12 +54,11 @@ def share_memory(tensors, results):
 
     Args:
         tensors: those among the arguments.
-        results: one tensor, or several.
+        results: one tensor, or several, of the first tensor's dtype; else they are copies.
     """
-    views = tree_leaves(results, Tensor)
+    views = results if isinstance(results, (tuple, list)) else (results,)
     for source, view in zip(tensors if len(tensors) == len(views) else tensors[:1] * len(views), views):
-        if view.dtype == source.dtype:  # else a copy
-            view.memory = _memory(source)
+        view.memory = _memory(source)
 
 
 def _memory(tensor):
