@@ -45,7 +45,7 @@ def dispatch(func, args, kwargs=None):
         primitive, _, args = args  # how calls of classic primitives arrive
         args = args[: WITHOUT_SEEDS.get(func.name)]
     state = process_state()
-    key, tensors = _kind_of_call(func.name, primitive, args, kwargs)
+    key, tensors, parts = _described(func.name, primitive, args, kwargs)
     try:
         program = state.calls.get(key)
     except TypeError:  # not hashable
@@ -54,25 +54,30 @@ def dispatch(func, args, kwargs=None):
         return _run_unknown(func, primitive, args, kwargs or {})
     if state.has_writes:
         _check_current(tensors)
-    return program.run(func, primitive, tensors)
+    if program.direct is None or primitive is not None:
+        return program.run(func, primitive, tensors, parts)
+    before, after, meta = program.direct
+    return wrap(func(*before, *parts, *after), meta)
 
 
-def _kind_of_call(name, primitive, args, kwargs):
-    """What tells a call from others, a tuple, and the tensors among its arguments, those of Parameters as DTensors."""
-    key, tensors = [name], []
+def _described(name, primitive, args, kwargs):
+    """What tells a call from others, a tuple; the tensors among its arguments, those of Parameters as DTensors; and
+    the local tensors."""
+    key, tensors, parts = [name], [], []
     for argument in args:
-        if type(argument) is DTensor:  # as `_describe`, which a call for each takes longer than all else here
+        if type(argument) is DTensor:
             key.append(argument._meta)
             tensors.append(argument)
+            parts.append(argument._local)
         else:
-            _describe(argument, key, tensors)
+            _describe(argument, key, tensors, parts)
     if kwargs:
         key += kwargs
         for argument in kwargs.values():
-            _describe(argument, key, tensors)
+            _describe(argument, key, tensors, parts)
     if primitive is not None and facts_of(name).rule is not None:
         key += rule_attributes(name, attributes_of(primitive)).values()
-    return tuple(key), tensors
+    return tuple(key), tensors, parts
 
 
 def _run_unknown(func, primitive, args, kwargs):
@@ -86,7 +91,7 @@ def _run_unknown(func, primitive, args, kwargs):
     parts = composed(name, args, kwargs, primitive)
     if parts is not None:
         return parts
-    key, tensors = _kind_of_call(name, primitive, args, kwargs)
+    key, tensors, parts = _described(name, primitive, args, kwargs)
     _check_current(tensors)
     try:
         program = calls.get(key)  # known, where tensors were read as numbers
@@ -101,7 +106,7 @@ def _run_unknown(func, primitive, args, kwargs):
         if len(calls) >= _MOST_PROGRAMS:
             calls.clear()
         calls[key] = program
-    return program.run(func, primitive, tensors)
+    return program.run(func, primitive, tensors, parts)
 
 
 def _check_current(tensors):
@@ -144,27 +149,29 @@ def _local(argument):
     return argument._local if type(argument) is DTensor else argument
 
 
-def _describe(argument, key, tensors):
-    """Append the kind of an argument to `key`, and its tensors to `tensors`."""
+def _describe(argument, key, tensors, parts):
+    """Append the kind of an argument to `key`, its tensors to `tensors`, and their local ones to `parts`."""
     kind = type(argument)
     if kind is DTensor:
         key.append(argument._meta)
         tensors.append(argument)
+        parts.append(argument._local)
     elif kind is int:
         key.append(argument)
     elif kind is tuple or kind is list:
         key += tuple, len(argument)
         for entry in argument:
-            _describe(entry, key, tensors)
+            _describe(entry, key, tensors, parts)
     elif isinstance(argument, float):
         key += kind, argument.hex()  # since 0.0 == -0.0
     elif kind in _NO_TENSORS or not isinstance(argument, Tensor):
         key += kind, argument  # since True == 1
     elif isinstance(argument, Parameter) and hasattr(argument, "global_shape"):
-        _describe(parameter_view(argument), key, tensors)
+        _describe(parameter_view(argument), key, tensors, parts)
     else:
         key.append((argument.shape, argument.dtype, argument._requires_grad))
         tensors.append(argument)
+        parts.append(argument)
 
 
 class _Program:
@@ -178,7 +185,9 @@ class _Program:
         mesh: that of its tensors.
         plan, context: the `OperatorPlan`, and the `ShardContext` of its algorithm, if it has one; a `TensorMeta` is in
             the place of every tensor, and the dtypes of the outputs are not known.
-        targets: for every tensor the layout that it is redistributed to, or None; None where none is.
+        targets: for every tensor the layout that it is redistributed to, or None.
+        is_moving: whether any tensor is.
+        direct: `around` and the meta of the one output, after the first run, where nothing else is to be known.
         around: the arguments of the local call before its tensors and behind them; None where these are further apart,
             and where there is an algorithm.
         is_view: whether results share memory with the first tensor on one card.
@@ -203,8 +212,8 @@ class _Program:
         call = OperatorCall(name, signature, tuple(metas), mesh, model_of_device(mesh))
         self.plan = plan = operator_plan(node, call, resolve(call))
         self.context = plan.algorithm and shard_context(plan)
-        targets = tuple(map(_target, metas, plan.inputs))
-        self.targets = targets if any(targets) else None
+        self.targets = tuple(map(_target, metas, plan.inputs))
+        self.is_moving, self.direct = any(self.targets), None
         self.around = None if plan.algorithm else _around(*plan.local_call, len(metas))
         parts = [tensor_meta(layout.local_shape(meta.shape), meta.dtype) for meta, layout in zip(metas, plan.inputs)]
         local_args, named = tree_fill(plan.local_call, parts, TensorMeta)
@@ -214,11 +223,9 @@ class _Program:
         self.functions = {} if is_wrong else None
         self.function = self._by_source(local_args, named) if is_wrong and not plan.algorithm else None
 
-    def run(self, func, primitive, tensors):
+    def run(self, func, primitive, tensors, parts):
         """Redistribute the inputs, call the operator on local tensors, and wrap the results."""
-        if self.targets is None:
-            parts = [tensor._local if type(tensor) is DTensor else tensor for tensor in tensors]
-        else:
+        if self.is_moving:
             parts = list(map(_local_part, tensors, self.targets))
         if self.function is not None:
             result = self.function(*parts)
@@ -231,8 +238,11 @@ class _Program:
         metas = self.metas
         if metas is None:
             metas = self._check_outputs(result)
-            self.metas = None if facts_of(self.name).gather else metas  # their shapes may depend on values
             self.is_view = self.is_view and metas[0].dtype == tensors[0]._meta.dtype  # else a copy
+            if not facts_of(self.name).gather:  # else their shapes may depend on values
+                self.metas = metas
+                is_special = self.is_moving or self.is_view or self.function is not None or self.around is None
+                self.direct = None if is_special or not isinstance(result, Tensor) else (*self.around, metas[0])
         results = tuple(map(wrap, result, metas)) if isinstance(result, (tuple, list)) else wrap(result, metas[0])
         if self.is_view:
             share_memory(tensors, results)
