@@ -82,7 +82,7 @@ def _described(name, primitive, args, kwargs):
 
 def _run_unknown(func, primitive, args, kwargs):
     """Run an operator of which no such call is known: by others, or by a new `_Program`."""
-    name, calls = func.name, process_state().calls
+    name, state = func.name, process_state()
     args = read_numbers(name, args, lambda leaf: leaf if type(leaf) is Tensor else None)
     if name == "typeof":  # of a tensor's type; it computes nothing
         return func(*tree_map(_local, (primitive, name, args) if primitive else args))
@@ -94,7 +94,7 @@ def _run_unknown(func, primitive, args, kwargs):
     key, tensors, parts = _described(name, primitive, args, kwargs)
     _check_current(tensors)
     try:
-        program = calls.get(key)  # known, where tensors were read as numbers
+        program = state.calls.get(key)  # known, where tensors were read as numbers
     except TypeError as error:
         shown = ", ".join(type(argument).__name__ for argument in args)
         raise TypeError(
@@ -102,10 +102,11 @@ def _run_unknown(func, primitive, args, kwargs):
         ) from error
     if program is None:
         attributes = {} if primitive is None else rule_attributes(name, attributes_of(primitive))
-        program = _Program(name, args, kwargs, attributes, tensors)
-        if len(calls) >= _MOST_PROGRAMS:
-            calls.clear()
-        calls[key] = program
+        price = state.algorithm_price and partial(state.algorithm_price, func, primitive)
+        program = _Program(name, args, kwargs, attributes, tensors, price)
+        if len(state.calls) >= _MOST_PROGRAMS:
+            state.calls.clear()
+        state.calls[key] = program
     return program.run(func, primitive, tensors, parts)
 
 
@@ -195,7 +196,7 @@ class _Program:
         metas: the outputs' `TensorMeta`s; None before the first run, which determines the dtypes.
     """
 
-    def __init__(self, name, args, kwargs, attributes, tensors):
+    def __init__(self, name, args, kwargs, attributes, tensors, algorithm_price):
         self.name, self.given, self.attributes, self.metas = name, len(args), attributes, None
         self.mesh = mesh = _common_mesh(name, tensors)
         if is_in_place(name):
@@ -209,7 +210,10 @@ class _Program:
         signature = signature_of(name, args, kwargs | attributes)
         outputs = tuple(Value(place, shape, "", name) for place, shape in enumerate(signature.output_shapes))
         node = OperatorNode(name, "function", args, kwargs, outputs, None, None, None)
-        call = OperatorCall(name, signature, tuple(metas), mesh, model_of_device(mesh))
+        price = algorithm_price and partial(algorithm_price, args, kwargs)
+        kept = tuple(meta.layout.cut_axes & process_state().batch_axes for meta in metas)
+        model = model_of_device(mesh)
+        call = OperatorCall(name, signature, tuple(metas), mesh, model, kept=kept, algorithm_price=price)
         self.plan = plan = operator_plan(node, call, resolve(call))
         self.context = plan.algorithm and shard_context(plan)
         self.targets = tuple(map(_target, metas, plan.inputs))
