@@ -104,8 +104,7 @@ _PROCESS = _ProcessState()
 
 def process_state():
     """The communication state of this process, or of this simulated rank, for modules of this package."""
-    of_threads = _PROCESS.of_threads
-    return of_threads.get(get_ident(), _PROCESS) if of_threads else _PROCESS
+    return _PROCESS.of_threads.get(get_ident(), _PROCESS) if _PROCESS.of_threads else _PROCESS
 
 
 def stands_for_another():
@@ -123,18 +122,16 @@ def rank_of(size, rank, ranks=None, device_target=None):
         device_target: of the devices that plans are made for. Default: this process's.
     """
     backend, thread = "simulated" if ranks else "fake", get_ident()
-    state, before = _ProcessState(), process_state()
+    state, others, before = _ProcessState(), _PROCESS.of_threads, process_state()
     device_target = device_target or ms.get_context("device_target")
     state.world = World(rank, size, backend, device_target, backend, None, ranks)
-    _PROCESS.of_threads[thread] = state
+    others[thread] = state
     try:
         yield state
     finally:
         state.forget()
-        if before is _PROCESS:
-            del _PROCESS.of_threads[thread]
-        else:
-            _PROCESS.of_threads[thread] = before
+        del others[thread]
+        others |= {} if before is _PROCESS else {thread: before}
 
 
 def world():

@@ -102,7 +102,8 @@ def _run_unknown(func, primitive, args, kwargs):
         ) from error
     if program is None:
         attributes = {} if primitive is None else rule_attributes(name, attributes_of(primitive))
-        price = state.algorithm_price and partial(state.algorithm_price, func, primitive)
+        is_priced = state.algorithm_price is not None and name not in WITHOUT_SEEDS  # draws have no other choice
+        price = partial(state.algorithm_price, func, primitive) if is_priced else None
         program = _Program(name, args, kwargs, attributes, tensors, price)
         if len(state.calls) >= _MOST_PROGRAMS:
             state.calls.clear()
