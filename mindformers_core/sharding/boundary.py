@@ -6,6 +6,7 @@ from mindformers_core.dtensor.dtensor import DTensor, borrowed, wrap
 from mindformers_core.dtypes import dtype_name
 from mindformers_core.layout import Layout, bind_layout
 from mindformers_core.lowering.aliases import check_current
+from mindformers_core.mindspore_private import needs_gradient
 from mindformers_core.operators import tensor_meta
 from mindformers_core.program.structure import call_signature, tree_map
 from mindformers_core.propagation.boundaries import Declaration, boundary_target, check_outputs, no_tensor
@@ -74,7 +75,7 @@ class Boundary:
             if not isinstance(tensor, DTensor):
                 layout = self.arriving_layout(name, tensor.ndim)
                 shape, dtype = layout.global_shape(tensor.shape), dtype_name(tensor.dtype)
-                tensor = wrap(tensor, tensor_meta(shape, dtype, layout, constant=not tensor._requires_grad))
+                tensor = wrap(tensor, tensor_meta(shape, dtype, layout, constant=not needs_gradient(tensor)))
             elif self.is_root:
                 tensor = wrap(tensor.to_local(), tensor._meta)  # its redistributions are cached for one pass
             tensor = borrowed(tensor) if self.is_root else tensor

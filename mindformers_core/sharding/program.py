@@ -7,7 +7,6 @@ from functools import cached_property, partial
 
 import numpy as np
 from mindspore import Tensor
-from mindspore._c_expression import typing
 
 from mindformers_core.capture.algorithm_graph import algorithm_of
 from mindformers_core.capture.capture import capture_with_state
@@ -18,6 +17,7 @@ from mindformers_core.dtypes import dtype_name
 from mindformers_core.generation.load import load_module
 from mindformers_core.generation.module_source import ModuleSource
 from mindformers_core.grouping import grouped
+from mindformers_core.mindspore_private import Type, recompute_cell_of
 from mindformers_core.operators import TensorMeta, tensor_meta
 from mindformers_core.program.partition import calls_of, partition
 from mindformers_core.program.plan import joined_path, walk_graphs
@@ -100,7 +100,7 @@ def describe(leaf):
         return tuple(leaf.shape), dtype_name(leaf.dtype), None
     if isinstance(leaf, TensorMeta):
         return leaf.shape, leaf.dtype, leaf.layout
-    if leaf is None or isinstance(leaf, (bool, int, float, complex, str, slice, np.generic, typing.Type, Enum)):
+    if leaf is None or isinstance(leaf, (bool, int, float, complex, str, slice, np.generic, Type, Enum)):
         return type(leaf), repr(leaf)  # since 1 == 1.0 == True, and 0.0 == -0.0
     raise TypeError(
         f"a sharded Cell takes tensors, numbers, strings, None, and tuples, lists and dicts of them, not {leaf!r} "
@@ -164,7 +164,7 @@ def _check_kept(tree, path, entries):
     for plan, kept in entries:
         inner = joined_path(path, plan.graph.path)
         around = [(at, cell) for at, cell in tree.cells.items() if at in ("", inner) or inner.startswith(f"{at}.")]
-        again = [tree.label(at) for at, cell in around if cell._recompute_cell]
+        again = [tree.label(at) for at, cell in around if recompute_cell_of(cell)]
         if again or tree.compiling:
             why = f"{again[0]} is recomputed" if again else "the Cells of this step are compiled one by one"
             raise ValueError(kept_error(plan, kept, why))
