@@ -11,6 +11,9 @@ from mindformers_core.checkpoint import Checkpointer
 from mindformers_core.communication import world
 from mindformers_core.communication.simulated import SimulatedRanks
 from mindformers_core.passes.thread_tape import custom_gradients
+from mindformers_core.trainer.compare import read_losses
+from mindformers_core.trainer.recipe_loader import load_recipe
+from mindformers_core.trainer.training_loop import prepare, run_steps
 
 sys.path.insert(0, str(ROOT / "examples"))
 import own_loop  # noqa: E402
@@ -71,3 +74,22 @@ def test_state_of_ones_own(tmp_path, is_async):
     other.bias.set_data(Tensor(np.array([1, np.nan, 2], np.float32)))
     with pytest.raises(FloatingPointError, match="bias: not finite after step 8, which is not saved"):
         again.save(8)
+
+
+@pytest.mark.ranks
+def test_the_same_command_goes_on(tmp_path):
+    """`training.resume=auto`: begins, goes on at the newest checkpoint, and has the curve of one run."""
+    recipe = str(ROOT / "configs" / "llama_tiny_cpu_1p.yaml")
+    small = (
+        "train_dataset.seq_length=16", "train_dataset.max_bytes=20000", "model.hidden_size=16", "monitor.plot=false",
+        "model.num_hidden_layers=1", "checkpoint.enable_save=true", "checkpoint.save_interleaved_steps=2",
+        f"train_dataset.cache_dir={tmp_path}/cache",
+    )  # fmt: skip
+    given = f"training.output_dir={tmp_path}/run", "training.resume=auto"
+    for steps in (2, 4):
+        run_steps(prepare(load_recipe(recipe, [*small, *given, f"training.steps={steps}"])))
+    run_steps(prepare(load_recipe(recipe, [*small, f"training.output_dir={tmp_path}/whole", "training.steps=4"])))
+    curves = [read_losses(str(tmp_path / name)) for name in ("run", "whole")]
+    assert list(curves[0]) == [1, 2, 3, 4] and curves[0][1] == curves[1][1]
+    with pytest.raises(ValueError, match="training.steps: 4, but .*step_4 already has 4 steps"):
+        prepare(load_recipe(recipe, [*small, *given, "training.steps=4"]))

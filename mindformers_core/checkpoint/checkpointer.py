@@ -5,7 +5,7 @@ import numpy as np
 from mindspore import nn
 
 from mindformers_core.checkpoint.background import BackgroundSave
-from mindformers_core.checkpoint.folders import find_checkpoint, prune, step_folder
+from mindformers_core.checkpoint.folders import find_checkpoint, has_checkpoint, prune, step_folder
 from mindformers_core.checkpoint.index import FORMAT, STATE, encode_json
 from mindformers_core.checkpoint.load import open_checkpoint
 from mindformers_core.checkpoint.parts import on_all_ranks
@@ -126,12 +126,9 @@ class Checkpointer:
             FileNotFoundError: there is none at `path`. ValueError: on all ranks: tensors that differ from those here; a
                 damaged file. OSError: one can't be read.
         """
-        try:
-            checkpoint = open_checkpoint(find_checkpoint(self.folder if path is None else path))
-        except FileNotFoundError:
-            if path is not None:
-                raise
+        if path is None and not has_checkpoint(self.folder):
             return 0
+        checkpoint = open_checkpoint(find_checkpoint(self.folder if path is None else path))
         is_whole = not weights_only and checkpoint.state is not None
         self.fill(checkpoint, self.parts(is_whole), converts=not is_whole)
         return self.restore(checkpoint.state) if is_whole else 0

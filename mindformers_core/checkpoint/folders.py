@@ -40,6 +40,15 @@ def find_checkpoint(path):
     return os.path.join(below, found[max(found)])
 
 
+def has_checkpoint(run_folder):
+    """Whether a run folder has a complete checkpoint."""
+    try:
+        find_checkpoint(run_folder)
+    except FileNotFoundError:
+        return False
+    return True
+
+
 def set_aside(run_folder, step):
     """Rename the checkpoints of a run after a step, from which it is taken up again: a list of the new names.
 

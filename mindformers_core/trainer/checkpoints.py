@@ -1,11 +1,12 @@
 """Saving the state of a job, and taking it up again on any mesh."""
 
 import os
+from dataclasses import replace
 
 import mindspore as ms
 
 from mindformers_core.checkpoint.checkpointer import Checkpointer
-from mindformers_core.checkpoint.folders import find_checkpoint, step_folder
+from mindformers_core.checkpoint.folders import find_checkpoint, has_checkpoint, step_folder
 from mindformers_core.checkpoint.hugging_face import check_config, config_document, ignored_tensors, tensor_name
 from mindformers_core.checkpoint.index import CONFIG, encode_json
 from mindformers_core.checkpoint.load import open_checkpoint
@@ -17,6 +18,14 @@ from mindformers_core.scopes import errors_at
 from mindformers_core.trainer.recipe_loader import recipe_to_dict
 
 _LENGTH, _FOLDER = "train_dataset.seq_length", "training.output_dir"
+
+
+def going_on(recipe):
+    """The recipe that goes on in its run folder, if `training.resume` says so and it has a checkpoint; else itself."""
+    folder = recipe.training.output_dir
+    if recipe.training.resume is None or not has_checkpoint(folder):
+        return recipe
+    return replace(recipe, checkpoint=replace(recipe.checkpoint, load_path=folder, no_load_optim=False))
 
 
 def open_source(recipe):

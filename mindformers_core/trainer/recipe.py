@@ -35,6 +35,8 @@ class Training:
     max_norm: float = bounded(1.0, 0.0, 1e12)  # largest global norm of the gradients; 0: no clipping
     seed: int = bounded(42, 0, 2**32 - 1)
     output_dir: str = ""  # run folder; default output/<name of the recipe's file>
+    # auto: from the newest complete checkpoint of the run folder, if it has one; default: as checkpoint.load_path says
+    resume: Literal["auto"] | None = None
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,14 @@ from mindformers_core.mesh import DeviceMesh
 from mindformers_core.optimizers.adamw import AdamW, decay_lines
 from mindformers_core.sharding.replicas import check_replicas
 from mindformers_core.trainer import records
-from mindformers_core.trainer.checkpoints import checkpointer_of, open_source, reserve_memory, resume, save_job
+from mindformers_core.trainer.checkpoints import (
+    checkpointer_of,
+    going_on,
+    open_source,
+    reserve_memory,
+    resume,
+    save_job,
+)
 from mindformers_core.trainer.data import dataset_of, local_batch
 from mindformers_core.trainer.recipe import Recipe, accumulation_steps, learning_rate, recipe_mesh
 from mindformers_core.trainer.recipe_loader import recipe_keys, recipe_to_yaml
@@ -58,6 +65,7 @@ def prepare(recipe):
         ModuleNotFoundError: an extra that the recipe needs is not installed.
     """
     records.require_extras(recipe)
+    recipe = going_on(recipe)
     world, mesh = enter_world(recipe)
     checkpoint = open_source(recipe)
     return begin_job(recipe, mesh, world.rank, dataset_of(recipe), checkpoint)
