@@ -18,16 +18,17 @@ from mindformers_core.propagation.operators import call_shapes
 from mindformers_core.redistribution import plan_redistribution, shift_step
 
 
-def algorithm_of(plan):
+def algorithm_of(plan, rank=None):
     """Pair of an algorithm's `CellGraph` and, for each of its nodes, the `Step`s of a redistribution or None.
 
     Args:
         plan: an `OperatorPlan` that has an `algorithm`.
+        rank: see `algorithm_graph`. Default: the first one of the mesh.
 
     Raises:
         CaptureError: the algorithm looks at values.
     """
-    graph = algorithm_graph(plan, plan.outputs[0].mesh.rank_list[0])
+    graph = algorithm_graph(plan, plan.outputs[0].mesh.rank_list[0] if rank is None else rank)
     return graph, [redistribution_steps(plan, node) for node in graph.nodes]
 
 
@@ -41,7 +42,7 @@ def redistribution_steps(plan, node):
     return plan_redistribution(source, target, shape, value.dtype, plan.device_model).steps
 
 
-def algorithm_graph(plan, rank=None):
+def algorithm_graph(plan, rank):
     """The graph of a distributed algorithm, which replaces a sharded operator, on local shapes.
 
     Four kinds of nodes are special:
@@ -54,7 +55,7 @@ def algorithm_graph(plan, rank=None):
 
     Args:
         plan: the `OperatorPlan` of an operator that has an `algorithm`.
-        rank: for which rank; default: this process's. Graphs of different ranks differ in constants only.
+        rank: for which rank. Graphs of different ranks differ in constants only.
 
     Returns:
         A `CellGraph`. Its arguments are the operator's tensors, in the order of `tree_leaves((node.args,
