@@ -38,7 +38,7 @@ class Observer:
         return name
 
     def planned(self, tree, path, plan):
-        """The `(CellGraph, CellPlan)` of a program of the Cell at `path`; `plan()` captures and propagates."""
+        """`(CellGraph, CellPlan, PythonState)` of a program of the Cell at `path`; `plan()` captures and plans."""
         return plan()
 
     def generated(self, key, generate):

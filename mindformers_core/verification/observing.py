@@ -6,6 +6,7 @@ from traceback import walk_tb
 from mindspore import Tensor
 from mindspore._c_expression import Cell_, MixedPrecisionType
 
+from mindformers_core.capture.python_state import PythonState
 from mindformers_core.dtypes import dtype_name
 from mindformers_core.operators.signature import is_float
 from mindformers_core.program.graph import ParameterUse
@@ -70,7 +71,7 @@ class RankObserver(ProgramObserver):
     def planned(self, tree, path, plan):
         """See `Observer`: ranks of one mesh share a plan, which was made in the dtypes of the model."""
         assert path == "", path
-        return self.check.plans[self.stages[id(tree)], tree.mesh]
+        return *self.check.plans[self.stages[id(tree)], tree.mesh], PythonState()
 
     def generated(self, key, generate):
         """See `Observer`: ranks of one mesh share their source, too, but for constants of distributed algorithms."""

@@ -18,7 +18,7 @@ from mindformers_core.program.structure import tree_map
 from mindformers_core.sharding.declare import copy_cell, eager_cells
 from mindformers_core.sharding.initialize import materialize
 from mindformers_core.sharding.inspecting import prepare, programs
-from mindformers_core.sharding.program import annotated_plan
+from mindformers_core.sharding.plan_passes import planned_call
 from mindformers_core.sharding.shard import shard
 from mindformers_core.sharding.sharded_cells import tree_and_path, tree_of, tree_of_root
 from mindformers_core.tensor_parallel.clipping import ClipByGlobalNorm
@@ -142,7 +142,7 @@ class _Call:
         tree = tree_of(net)
         if (0, tree.mesh) not in self.plans:
             inputs = tree.storage.cast_inputs(*self._local_inputs(net, rank))
-            self.plans[0, tree.mesh] = annotated_plan(tree, "", *inputs)
+            self.plans[0, tree.mesh] = planned_call(tree, "", *inputs)[:2]
 
     def replica(self, rank, cells):
         """Number of the replica whose batch a rank computes."""
