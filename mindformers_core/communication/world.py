@@ -17,7 +17,7 @@ from mindspore import communication as ms_communication, ops
 from mindformers_core.hangs.report import LEFT_BEHIND
 from mindformers_core.hangs.watcher import Watch
 from mindformers_core.hints import nearest
-from mindformers_core.program.observer import Observer
+from mindformers_core.program.observer import Instrumentation, Observer
 
 BACKENDS = ("native", "cpu", "fake")
 _LAUNCHERS = (  # (name, a variable that it always sets, that of the rank, that of the number of ranks)
@@ -81,7 +81,8 @@ class _ProcessState:
         self.watch = None  # the `Watch` of a rank among several, else None
         self.counters = []  # the `count_collectives` blocks that are open
         self.device_model = None  # by which eager calls plan; None: that of the device
-        self.observer = Observer()  # receives what programs compute
+        # what changes programs, and what receives that which they compute
+        self.instrumentation, self.observer = Instrumentation(), Observer()
         for memo in self._memos.values():
             memo.clear()
 

@@ -89,15 +89,15 @@ def make_program(tree, path, args, kwargs, signature, saved_plan=None):
         signature: the key of the program in the tree.
         saved_plan: see `prepare`.
     """
-    observer = process_state().observer
-    graph, plan, state = observer.planned(tree, path, lambda: planned_call(tree, path, args, kwargs, saved_plan))
+    instrumentation = process_state().instrumentation
+    graph, plan, state = instrumentation.planned(tree, path, lambda: planned_call(tree, path, args, kwargs, saved_plan))
     generated = run_passes(GENERATED, PlannedCall(tree, path, graph), plan)
     separate_collectives = generated is not plan or tree.activations.is_active and tree.compiling is not None
     header, taken = _header(tree, path, graph, plan), frozenset(tree.function_names)
-    options = ModuleOptions(header, taken, tree.deferring, separate_collectives, observer.instruments)
+    options = ModuleOptions(header, taken, tree.deferring, separate_collectives, process_state().observer.instruments)
     classes = below(path, tree.classes)
     key = generated, tuple(classes.items()), options
-    source = observer.generated(key, lambda: write_module(generated, classes, options))
+    source = instrumentation.generated(key, lambda: write_module(generated, classes, options))
     tree.function_names.update(source.functions.values())
     name = source.functions[generated]
     module = load_module(name, source)
