@@ -7,7 +7,7 @@ from mindspore import Tensor, dtype as mstype, ops
 from mindformers_core.communication import communicator, process_state, world
 from mindformers_core.dtypes import dtype_name, wire_dtype
 from mindformers_core.operators import tensor_meta
-from mindformers_core.redistribution import ASCEND, CPU, GPU, plan_redistribution, shift_step
+from mindformers_core.redistribution import ASCEND, CPU, GPU, plan_redistribution
 
 _DEVICE_MODELS = {"CPU": CPU, "GPU": GPU, "Ascend": ASCEND}
 
@@ -42,9 +42,9 @@ def redistribute_local(local, source, target, shape=None, model=None):
     return _run(plan_redistribution(source, target, shape, dtype_name(local.dtype), model).steps, local)
 
 
-def shift_local(local, mesh, axes, distance):
-    """This rank's tensor after a `shift_step` of all ranks' tensors `local`; differentiable."""
-    return _run([shift_step(mesh, axes, distance, local.shape, dtype_name(local.dtype))], local)
+def step_local(local, step):
+    """This rank's tensor after a `Step` of all ranks' tensors `local`; differentiable."""
+    return _run([step], local)
 
 
 def _run(steps, local):

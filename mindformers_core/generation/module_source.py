@@ -247,10 +247,8 @@ def collective_name(step):
 
     Different permutes over the same axes have the same name, and so have views.
     """
-    shown = {"dim": "dim_{}", "to_dim": "to_{}", "op": "{}", "distance": "by_{}"}
-    attributes = [(name, value) for name, value in collective_attributes(step).items() if name in shown]
-    words = [step.kind, *step.axes, *(shown[name].format(value) for name, value in attributes if value != "sum")]
-    return "_".join(words).replace("-", "minus_")
+    words = " ".join([step.kind, *step.axes, *step.words(collective_attributes(step))])
+    return words.replace("-", "minus_").replace(" ", "_")
 
 
 def _text(value):

@@ -28,6 +28,7 @@ class StepKind:
         by_op: for some partial ops, `(forward, backward)` in place of these.
         ops: the partial ops of which the step is possible.
         hint: what the tensor after it is called in generated code; "" where it goes by the steps around it.
+        text: of the forward operation in reports. Default: that of the operation.
     """
 
     source: str
@@ -38,6 +39,7 @@ class StepKind:
     by_op: tuple = ()
     ops: tuple = ALL_OPS
     hint: str = ""
+    text: str = ""
 
     def runs(self, op):
         """`(forward, backward)` for partial `op`, or None."""
@@ -63,7 +65,7 @@ STEP_KINDS = {
     "all_reduce_varying": StepKind(
         "partial", "varying", "all_reduce", "all_reduce", ("op",), ops=ALL_OPS[:2], hint="sum"
     ),
-    "mark_varying": StepKind("replicate", "varying", "identity", "all_reduce", hint="marked"),
+    "mark_varying": StepKind("replicate", "varying", "identity", "all_reduce", hint="marked", text="marked varying"),
     "unmark_varying": StepKind("varying", "replicate", "identity", "scale", hint="unmarked"),
     "to_partial": StepKind("replicate", "partial", "mask", "identity", ("op",), TO_PARTIAL_BY_OP, hint="term"),
     "to_partial_varying": StepKind("varying", "partial", "mask", "mask", ops=("sum",), hint="term"),
@@ -92,6 +94,19 @@ CARRIED = {
     | dict.fromkeys(("all_gather", "reduce_scatter"), COLLECTIVES["all_reduce"])
     | dict.fromkeys(("all_to_all", "permute"), (lambda n: 2 * (n - 1), lambda n: 2 * (n - 1) * n)),
 }
+
+
+# Operations that send nothing, in words.
+LOCAL_OPERATIONS = {
+    "slice": "sliced",
+    "pad": "put into zeros",
+    "mask": "zeros but on the first rank",
+    "scale": "scaled",
+    "identity": "nothing",
+    "view": "viewed in other dims",
+}
+# Attributes of steps, in words: a reduction, and where.
+ATTRIBUTES = {"op": "{}", "distance": "by {}", "dim": "dim {}", "to_dim": "to {}"}
 
 
 def wire_bytes(name, group_size, whole):
@@ -175,6 +190,11 @@ class Step:
     def _traffic(self, way):
         name = STEP_KINDS[self.kind].runs(self.op)[way]
         return name, wire_bytes(name, self.group_size, self.whole)
+
+    def words(self, attributes=tuple(ATTRIBUTES)):
+        """Its attributes of some names in words, `["avg", "dim 0"]`; a sum goes without saying."""
+        given = [(ATTRIBUTES[name], getattr(self, name)) for name in attributes if name in ATTRIBUTES]
+        return [text.format(value) for text, value in given if value not in (None, "sum")]
 
     def __str__(self):
         dims = "" if self.dim is None else f" dim {self.dim}"
