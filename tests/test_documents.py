@@ -52,7 +52,7 @@ def test_stations_and_passes_of_contributing_are_there():
     read = {file: (ROOT / "mindformers_core" / file).read_text(encoding="utf-8") for file, _ in named}
     missing = [each for each in named if not re.search(rf"^(def|class) {each[1]}\b", read[each[0]], re.MULTILINE)]
     assert len(named) > 20 and not missing
-    places = [text.find(f"{number}. {each.decides} (") for number, each in enumerate(PASSES, 1)]
+    places = [text.find(f"{number}. {each.__doc__.rstrip('.')} (") for number, each in enumerate(PASSES, 1)]
     assert -1 not in places and places == sorted(places)
 
 

@@ -11,7 +11,7 @@ from mindformers_core.program.plan import called_cells, joined_path
 from mindformers_core.recompute.budget import described
 from mindformers_core.recompute.curve import curve_picture
 from mindformers_core.sharding.inspecting import prepare
-from mindformers_core.sharding.plan_passes import LAYOUTS, planned_call
+from mindformers_core.sharding.plan_passes import planned_call
 from mindformers_core.sharding.sharded_cells import tree_and_path, tree_of_root
 
 
@@ -93,7 +93,7 @@ def _plan(cell, inputs, named_inputs):
     program = tree.known_program(path, inputs, named_inputs)
     if program is not None:
         return program.plan
-    return planned_call(tree, path, inputs, named_inputs, passes=LAYOUTS)[1]
+    return planned_call(tree, path, inputs, named_inputs, passes=())[1]
 
 
 def write_curve(cell, path):

@@ -1,12 +1,10 @@
-"""The passes over the plan of a call, in order: `PASSES`. Nothing else changes a plan between capture and generation.
+"""The plan of a call, and the passes over it, in order: `PASSES`. Nothing else changes a plan before it is generated.
 
-`write_module` only reads it: it finds what is deferred (`program.deferral`) and who passes weights
-(`program.passed_weights`).
+A pass takes a whole plan and returns one, the same object where nothing changes. `write_module` only reads it: it finds
+what is deferred (`program.deferral`) and who passes weights (`program.passed_weights`).
 """
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
 
 from mindformers_core.capture.algorithm_graph import algorithm_of
 from mindformers_core.capture.capture import capture_with_state
@@ -21,75 +19,28 @@ from mindformers_core.sharding.boundary import bind_arguments, undeclared_inputs
 _LOG = logging.getLogger("mindformers_core")
 
 
-@dataclass(frozen=True, eq=False)
-class PlannedCall:
-    """A call of a Cell, as passes see it.
-
-    Attributes:
-        tree: the `ShardedTree`.
-        path: of the Cell that is called.
-        graph: the captured `CellGraph`.
-        arriving: number of every argument's Value -> the `Layout` in which it arrives; only for the first pass.
-        saved_plan: see `prepare`.
-    """
-
-    tree: object
-    path: str
-    graph: object
-    arriving: dict | None = None
-    saved_plan: object = None
+def keepers(tree, path, plan):
+    """Saved tensors: keepers of instructions, by the tree's `ActivationPolicy`."""
+    return tree.activations.annotate(path, plan, tree.compiling)
 
 
-@dataclass(frozen=True)
-class Pass:
-    """A pass over a plan.
-
-    Attributes:
-        decides: what, in words.
-        run: function of the `PlannedCall` and its plan so far, None before the first pass; returns the plan, the same
-            object where nothing changes.
-        is_checked: whether `check_plan` reads a plan that the pass has changed.
-    """
-
-    decides: str
-    run: Callable
-    is_checked: bool
+def parts(tree, path, plan):
+    """Parts: which calls and runs of instructions are compiled one by one."""
+    if not tree.compiling:
+        return plan
+    found = partition(plan, *(calls_of(plan, path, cells) for cells in tree.compiling))
+    check_plan(found)
+    return found
 
 
-def _layouts(call, plan):
-    tree, path = call.tree, call.path
-    if callable(call.saved_plan):
-        return call.saved_plan(call.graph)
-    given = call.graph, tree.mesh, call.arriving, below(path, tree.parameter_layouts), below(path, tree.declarations)
-    if call.saved_plan is not None:
-        return load_plan(call.saved_plan, *given, final=path == "")
-    return propagate(*given, tree.device_model, path == "", algorithm_of)
+PASSES = (keepers, parts)
+PLANNED, GENERATED = PASSES[:1], PASSES[1:]  # those that make `Program.plan`, and of that `Program.generated`
 
 
-def _keepers(call, plan):
-    has_keepers = callable(call.saved_plan)
-    return plan if has_keepers else call.tree.activations.annotate(call.path, plan, call.tree.compiling)
-
-
-def _parts(call, plan):
-    compiled = call.tree.compiling
-    return partition(plan, *(calls_of(plan, call.path, cells) for cells in compiled)) if compiled else plan
-
-
-PASSES = (
-    Pass("layouts: propagated, replayed from a file, or carried over from another plan", _layouts, True),
-    Pass("saved tensors: keepers of instructions, by the tree's `ActivationPolicy`", _keepers, False),
-    Pass("parts: which calls and runs of instructions are compiled one by one", _parts, True),
-)
-LAYOUTS, PLANNED, GENERATED = PASSES[:1], PASSES[:2], PASSES[2:]  # PLANNED make `Program.plan`, GENERATED `.generated`
-
-
-def run_passes(passes, call, plan=None):
-    """The plan of a `PlannedCall` after some passes."""
+def run_passes(passes, tree, path, plan):
+    """The plan of a call of the Cell at `path` of a `ShardedTree` after some passes."""
     for each in passes:
-        before, plan = plan, each.run(call, plan)
-        if each.is_checked and plan is not before:
-            check_plan(plan, final=call.path == "")
+        plan = each(tree, path, plan)
     return plan
 
 
@@ -98,7 +49,7 @@ def planned_call(tree, path, args, kwargs, saved_plan=None, passes=PLANNED):
 
     Args:
         tree, path, args, kwargs, saved_plan: as of `make_program`.
-        passes: those that plan it.
+        passes: those that follow; a plan in memory has its keepers.
 
     Returns:
         `(CellGraph, CellPlan, PythonState)`.
@@ -115,10 +66,17 @@ def planned_call(tree, path, args, kwargs, saved_plan=None, passes=PLANNED):
         raise ValueError(f"{str(error).rstrip('.')}; {tree.label(path)} was called with {undeclared}") from error
     values = tree_leaves(graph.arguments)
     layouts = {value.id: layout for value, (_, _, layout) in zip(values, arriving, strict=True)}
-    plan = run_passes(passes, PlannedCall(tree, path, graph, layouts, saved_plan))
+    given = graph, tree.mesh, layouts, below(path, tree.parameter_layouts), below(path, tree.declarations)
+    if callable(saved_plan):
+        plan, passes = saved_plan(graph), ()
+    elif saved_plan is not None:
+        plan = load_plan(saved_plan, *given, final=path == "")
+    else:
+        plan = propagate(*given, tree.device_model, path == "", algorithm_of)
+    check_plan(plan, final=path == "")
     if not tree.programs:
         _warn_of_undivided(tree, path, plan)
-    return graph, plan, state
+    return graph, run_passes(passes, tree, path, plan), state
 
 
 def _warn_of_undivided(tree, path, plan):

@@ -16,7 +16,7 @@ from mindformers_core.program.plan import joined_path, walk_graphs
 from mindformers_core.program.structure import tree_fill, tree_leaves
 from mindformers_core.sharding.collective_places import collective_places
 from mindformers_core.sharding.compiling import kept_error
-from mindformers_core.sharding.plan_passes import GENERATED, PlannedCall, below, planned_call, run_passes
+from mindformers_core.sharding.plan_passes import GENERATED, below, planned_call, run_passes
 from mindformers_core.sharding.sharded_cells import tree_and_path
 
 
@@ -91,7 +91,7 @@ def make_program(tree, path, args, kwargs, signature, saved_plan=None):
     """
     instrumentation = process_state().instrumentation
     graph, plan, state = instrumentation.planned(tree, path, lambda: planned_call(tree, path, args, kwargs, saved_plan))
-    generated = run_passes(GENERATED, PlannedCall(tree, path, graph), plan)
+    generated = run_passes(GENERATED, tree, path, plan)
     separate_collectives = generated is not plan or tree.activations.is_active and tree.compiling is not None
     header, taken = _header(tree, path, graph, plan), frozenset(tree.function_names)
     options = ModuleOptions(header, taken, tree.deferring, separate_collectives, process_state().observer.instruments)
