@@ -39,16 +39,11 @@ def redistribute_local(local, source, target, shape=None, model=None):
         return local
     shape = source.global_shape(local.shape) if shape is None else shape
     model = model or model_of_device(source.mesh)
-    return _run(plan_redistribution(source, target, shape, dtype_name(local.dtype), model).steps, local)
+    return steps_local(local, *plan_redistribution(source, target, shape, dtype_name(local.dtype), model).steps)
 
 
-def step_local(local, step):
-    """This rank's tensor after a `Step` of all ranks' tensors `local`; differentiable."""
-    return _run([step], local)
-
-
-def _run(steps, local):
-    """A local tensor after some steps, which send it in its `wire_dtype`."""
+def steps_local(local, *steps):
+    """`local`, this rank's tensor, after some `Step`s, which send it in its `wire_dtype`; differentiable."""
     name = dtype_name(local.dtype)
     is_cast = wire_dtype(name) != name
     sent = ops.cast(local, getattr(mstype, wire_dtype(name))) if is_cast else local

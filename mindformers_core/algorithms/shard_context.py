@@ -8,7 +8,7 @@ import numpy as np
 from mindspore import Tensor, dtype as mstype
 
 from mindformers_core.algorithms.dropout import counters, next_random_state
-from mindformers_core.algorithms.redistribute import redistribute_local, step_local
+from mindformers_core.algorithms.redistribute import redistribute_local, steps_local
 from mindformers_core.communication import world
 from mindformers_core.dtypes import dtype_name
 from mindformers_core.layout import Layout
@@ -41,7 +41,7 @@ class ShardContext:
     shapes: tuple
     rank: int
     redistribute: Callable = redistribute_local
-    run_step: Callable = step_local
+    run_step: Callable = steps_local
     next_random_state: Callable = next_random_state
     halos: dict = field(default_factory=dict)
     output: tuple = ()

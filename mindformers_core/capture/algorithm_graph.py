@@ -99,7 +99,7 @@ class _Algorithm(nn.Cell):
         return self.recorder.add_node("Redistribute", "function", args, {}, meta)
 
     def _step(self, local, step):
-        """As `step_local`, recorded as a node."""
+        """As `steps_local` of one step, recorded as a node."""
         args, meta = self.recorder.stand_in((local, step)), self.recorder.meta(step.output_shape, local.dtype)
         return self.recorder.add_node("Step", "function", args, {}, meta)
 

@@ -74,21 +74,20 @@ class _FunctionWriter:
         for constant in graph.constants:
             self._enter(constant.value, self.module.constant(plan, constant))
         for use in graph.parameters:
-            self._observe(use, [use.value])
+            self._observe(use, [(use.value, plan.layouts[use.value.id])])
         if is_root:
-            self._observe(None, tree_leaves(graph.arguments))
+            self._observe(None, [(value, plan.layouts[value.id]) for value in tree_leaves(graph.arguments)])
         results = follow(plan, self.variables, self._instruction)
         for kept in graph.kept:
-            variables = [self._variable_of(value) for value in tree_leaves(kept.value)]
+            variables = [self.variables[value.id, plan.layouts[value.id]] for value in tree_leaves(kept.value)]
             structure = self._structure(kept.value, variables)
             self.body.append(f"keep_attribute(self, {len(self.module.kept)}, {structure})")
             self.module.kept.append((plan, kept))
         self.body.append(f"return {self._structure(graph.result, results)}")
         described = self._described()
         self.sites = [(1 + len(described) + line, place) for line, place in self.sites]
-        rest = [parameter for parameter in parameters if parameter.startswith("**")]
-        parameters = [parameter for parameter in parameters if parameter not in rest]
-        head = f"def {name}({', '.join(['self', *parameters, *lifted, *added, *rest])}):"
+        ordered = sorted(["self", *parameters, *lifted, *added], key=lambda text: text.startswith("**"))
+        head = f"def {name}({', '.join(ordered)}):"
         return [head, *described, *(f"    {line}" for line in self.body)]
 
     def _described(self):
@@ -117,10 +116,6 @@ class _FunctionWriter:
         """Enter every tensor in a structure that the expression holds, as it is first available."""
         for value, part in _parts(structure, expression):
             self.variables[value.id, self.plan.layouts[value.id]] = part
-
-    def _variable_of(self, value):
-        """The expression that holds a tensor as it is first available."""
-        return self.variables[value.id, self.plan.layouts[value.id]]
 
     def _variable(self, hint):
         variable = self.names.variable(hint)
@@ -164,14 +159,10 @@ class _FunctionWriter:
         self.body.append(f"{variable} = {self._kept(expression, communicates)}")
         return variable
 
-    def _observe(self, entry, values):
-        """Report tensors, as first available, to the observer, if the module has one; `entry`: see `Observed`."""
-        for value in values:
-            self._report(entry, value, self.plan.layouts[value.id], self._variable_of(value))
-
-    def _report(self, entry, value, layout, variable):
-        if self.module.is_observed:
-            number = len(self.module.observed)
+    def _observe(self, entry, produced):
+        """Report tensors, pairs (Value, Layout), to the observer, if the module has one; `entry`: see `Observed`."""
+        for value, layout in produced if self.module.is_observed else ():
+            number, variable = len(self.module.observed), self.variables[value.id, layout]
             self.body.append(f"observed(self, {number}, {variable})")
             self.module.observed.append(Observed(number, self.plan, entry, value, layout, variable))
 
@@ -190,8 +181,8 @@ class _FunctionWriter:
         if isinstance(entry, CallPlan):
             return self._call(entry)
         made = [self._move(entry)] if isinstance(entry, Redistribution) else self._operator(entry, taken)
-        for (value, layout), variable in zip(entry.produced, made):
-            self._report(entry, value, layout, variable)
+        self.variables.update(((value.id, layout), each) for (value, layout), each in zip(entry.produced, made))
+        self._observe(entry, entry.produced)
         return made
 
     def _move(self, move):

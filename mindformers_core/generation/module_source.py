@@ -159,7 +159,7 @@ class ModuleWriter:
     def keeper(self, keeper):
         """Name of the object of a `Keeper`."""
         self.imports.add(keeper.imports)
-        return self._instance(keeper.name, keeper.constructor)
+        return self._object(self._instances, keeper.name, keeper.constructor)
 
     def child(self, plan, call):
         """The expression for the Cell that is called; for a part of a Cell that is the Cell itself."""
@@ -207,21 +207,19 @@ class ModuleWriter:
     def collective(self, step):
         """Name of the object that carries out a step."""
         text = collective_source(step, len(self._collectives) if self._separate else 0)
-        if text not in self._collectives:
-            self._collectives[text] = self._global(collective_name(step))
-        return self._collectives[text]
+        return self._object(self._collectives, collective_name(step), text)
 
     def operator_call(self, node, args, kwargs):
         """An operator call as source; `NamedTensor`s stand for tensors."""
         call = node_source(node, args, kwargs, operator_hint(node.operator) + "_op")
         self.imports.update(call.imports)
-        function = call.instance and self._instance(*call.instance)
+        function = call.instance and self._object(self._instances, *call.instance)
         return call.expression(lambda operand: operand.name, function)
 
-    def _instance(self, hint, constructor):
-        if constructor not in self._instances:
-            self._instances[constructor] = self._global(hint)
-        return self._instances[constructor]
+    def _object(self, known, hint, constructor):
+        if constructor not in known:
+            known[constructor] = self._global(hint)
+        return known[constructor]
 
     def _global(self, hint):
         self.reserved.add(name := _unique(hint, self.reserved | self.variables))

@@ -91,9 +91,7 @@ def _plan(cell, inputs, named_inputs):
     if not tree.activations.is_active:
         return prepare(cell, *inputs, **named_inputs).plan
     program = tree.known_program(path, inputs, named_inputs)
-    if program is not None:
-        return program.plan
-    return planned_call(tree, path, inputs, named_inputs, passes=())[1]
+    return planned_call(tree, path, inputs, named_inputs, passes=())[1] if program is None else program.plan
 
 
 def write_curve(cell, path):

@@ -12,7 +12,8 @@ from mindformers_core.dtypes import ITEM_BYTES, wire_dtype
 from mindformers_core.layout import Layout
 
 EXTREMES = ("max", "min")
-ALL_OPS = ("sum", "avg", *EXTREMES)
+SUMS = ("sum", "avg")
+ALL_OPS = (*SUMS, *EXTREMES)
 
 
 @dataclass(frozen=True)
@@ -62,9 +63,7 @@ STEP_KINDS = {
     "permute": StepKind("shard", "shard", "permute", "permute", ("source", "target"), hint="exchanged"),
     "reduce_scatter": StepKind("partial", "shard", "reduce_scatter", "all_gather", ("dim", "op"), hint="scattered"),
     "all_reduce": StepKind("partial", "replicate", "all_reduce", "identity", ("op",), ALL_REDUCE_BY_OP, hint="sum"),
-    "all_reduce_varying": StepKind(
-        "partial", "varying", "all_reduce", "all_reduce", ("op",), ops=ALL_OPS[:2], hint="sum"
-    ),
+    "all_reduce_varying": StepKind("partial", "varying", "all_reduce", "all_reduce", ("op",), ops=SUMS, hint="sum"),
     "mark_varying": StepKind("replicate", "varying", "identity", "all_reduce", hint="marked", text="marked varying"),
     "unmark_varying": StepKind("varying", "replicate", "identity", "scale", hint="unmarked"),
     "to_partial": StepKind("replicate", "partial", "mask", "identity", ("op",), TO_PARTIAL_BY_OP, hint="term"),

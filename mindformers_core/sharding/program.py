@@ -104,8 +104,7 @@ def make_program(tree, path, args, kwargs, signature, saved_plan=None):
     module.keep_attribute = partial(_keep, path, source.kept)
     _check_kept(tree, path, source.kept)
     functions = {function: getattr(module, function) for function in source.functions.values()}
-    values = tree_leaves(graph.result)
-    results = tuple(tensor_meta(v.shape, v.dtype, layout, False) for v, layout in zip(values, plan.results))
+    results = tuple(tensor_meta(value.shape, value.dtype, layout, False) for value, layout in plan.returned)
     made = plan, generated, graph, module.__file__, source, functions, results, state
     program = Program(name, path, signature, *made)
     if process_state().watch is not None:
