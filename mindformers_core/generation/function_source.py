@@ -93,9 +93,9 @@ class _FunctionWriter:
     def _described(self):
         """Comments with the layouts of arguments and results."""
         arguments = [
-            f"{name}: {', '.join(_shown(value, self.plan.layouts[value.id]) for value in tree_leaves(structure))}"
+            f"{name}: {', '.join(_shown(value, self.plan.layouts[value.id]) for value in values)}"
             for name, structure in self.plan.graph.arguments.items()
-            if tree_leaves(structure)
+            if (values := tree_leaves(structure))
         ]
         arguments += [f"{value.hint}: {_shown(value, layout)}" for value, layout in self.plan.lifted]
         results = (_shown(value, layout) for value, layout in self.plan.returned)
@@ -234,8 +234,7 @@ class _FunctionWriter:
         args += [f"{name}={self._structure(argument, variables)}" for name, argument in node.kwargs.items()]
         if call.plan is not None:
             waiting = self.module.deferrals.get(call.plan, NOTHING_DEFERRED).waiting
-            names = _lifted_names(call.plan)
-            for name, passed, (inner, layout) in zip(names, call.lifted, call.plan.lifted):
+            for name, passed, (inner, layout) in zip(_lifted_names(call.plan), call.lifted, call.plan.lifted):
                 args.append(f"{name}={self._taken(*passed, is_deferred=(inner.id, layout) in waiting)}")
             if call in self.deferral.places:
                 args.append(f"{PRODUCTS}={PRODUCTS}[{self.deferral.places[call]}]")
@@ -243,10 +242,7 @@ class _FunctionWriter:
                 args.append(f"{WEIGHTS}={passed_to_call(self.plan, call)}")
             args.append(f'program="{self.module.functions[call.plan]}"')
         expression = f"{self.module.child(self.plan, call)}({', '.join(args)})"
-        if call.is_part:
-            hints = [operator_hint(value.hint) for value in node.outputs]
-        else:
-            hints = self._hints(node, _called_hint(node))
+        hints = [operator_hint(v.hint) for v in node.outputs] if call.is_part else self._hints(node, _called_hint(node))
         return self._received(node.outputs, hints, expression)
 
     def _operator(self, plan, taken):
