@@ -37,6 +37,7 @@ PURE_FLOORS = (  # each imports only from those before it, and never MindSpore
 SIBLINGS = ("recompute", "zero", "pipeline")  # none imports another
 FLOORS = (
     *PURE_FLOORS,
+    "mindspore_private",
     "communication",
     "algorithms",
     "lowering",
@@ -251,13 +252,6 @@ def test_no_string_names_a_higher_floor():
             (2, "mindformers_core.lowering.corrected")
         ]
         assert not list(upward_strings("mindformers_core.capture.capture", tree, names))
-
-
-def test_every_public_name_exists():
-    code = "import mindformers_core as core\nfor name in core.__all__: getattr(core, name)"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOG_v": "3"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr
 
 
 def test_folders_are_small():

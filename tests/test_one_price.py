@@ -37,7 +37,7 @@ def test_nothing_else_asks_for_the_seconds_of_a_collective():
     asking = {
         str(path.relative_to(package))
         for path in package.rglob("*.py")
-        if re.search(r"\.seconds\(|step_rates|forward_cost|backward_cost|_rates\(", path.read_text(encoding="utf-8"))
+        if re.search(r"\.seconds\(|step_rates|_rates\(", path.read_text(encoding="utf-8"))
     }
     assert asking == PRICED
 

@@ -5,7 +5,6 @@ program holds the redistribution of each input, the local arguments, and the met
 no layout arithmetic.
 """
 
-import inspect
 from functools import cache
 
 from mindspore import Parameter, Tensor
@@ -22,7 +21,8 @@ from mindformers_core.lowering.aliases import check_current, is_view, share_memo
 from mindformers_core.lowering.compositions import composed
 from mindformers_core.lowering.corrected import OWN_FUNCTIONS
 from mindformers_core.lowering.in_place import is_in_place
-from mindformers_core.lowering.operator_source import operator_function
+from mindformers_core.lowering.operator_source import attributes_of, operator_function
+from mindformers_core.mindspore_private import needs_gradient
 from mindformers_core.operators import OperatorCall, TensorMeta, resolve, signature_of, tensor_meta
 from mindformers_core.operators.registry import facts_of, rule_attributes
 from mindformers_core.operators.rewrites import REPAIRS
@@ -74,18 +74,6 @@ def dispatch(func, args, kwargs=None):
     return program.run(func, primitive, args, tensors)
 
 
-def attributes_of(primitive):
-    """The arguments of a classic primitive's constructor by name. Some classes keep those of their base instead."""
-    names, known = _constructor_names(type(primitive)), primitive.init_attrs
-    return known if known.keys() <= names.keys() else {name: getattr(primitive, name) for name in names}
-
-
-@cache
-def _constructor_names(kind):
-    """The names of a constructor's arguments in order, the keys of a dict: every call of a primitive asks for them."""
-    return dict.fromkeys(name for name in inspect.signature(kind.__init__).parameters if name != "self")
-
-
 def read_numbers(name, args, plain):
     """The arguments of an operator with ints, or tuples of them, in the place of tensors that are read as numbers.
 
@@ -117,7 +105,7 @@ def _describe(argument, key, tensors):
     elif isinstance(argument, Tensor):
         if text := stale_plain(argument):
             raise ValueError(text)
-        key.append((argument.shape, argument.dtype, argument._requires_grad))
+        key.append((argument.shape, argument.dtype, needs_gradient(argument)))
         tensors.append(argument)
     elif kind is tuple or kind is list:
         key.append(len(argument))
@@ -245,7 +233,7 @@ def _meta_of(tensor, mesh):
     if type(tensor) is DTensor:
         return tensor._meta
     layout = Layout.on(mesh, ((),) * tensor.ndim)
-    return tensor_meta(tuple(tensor.shape), dtype_name(tensor.dtype), layout, constant=not tensor._requires_grad)
+    return tensor_meta(tuple(tensor.shape), dtype_name(tensor.dtype), layout, constant=not needs_gradient(tensor))
 
 
 def _target(meta, needed):

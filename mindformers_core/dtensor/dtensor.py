@@ -10,7 +10,6 @@ import math
 from operator import attrgetter
 
 from mindspore import Parameter, Tensor, ops
-from mindspore.graph.api import _pynative_executor
 
 from mindformers_core.algorithms.redistribute import redistribute_local
 from mindformers_core.communication import world
@@ -18,6 +17,7 @@ from mindformers_core.dtypes import dtype_name
 from mindformers_core.layout import Layout, bind_layout
 from mindformers_core.lowering.aliases import check_memory, note_adopted, note_write, unwritable
 from mindformers_core.lowering.indexing import IndexedTensor, of_whole
+from mindformers_core.mindspore_private import make_subclass, pynative_executor
 from mindformers_core.operators import tensor_meta
 
 
@@ -45,6 +45,7 @@ class DTensor(IndexedTensor):
                 "DTensor.from_local takes a plain tensor; this is a DTensor already: use redistribute(layout)"
             )
         _check_tensor(local, "DTensor.from_local")
+        DTensor._intercept()
         bound = bind_layout(layout, mesh, local.ndim, name="local tensor")
         return _wrap_leaf(local, tensor_meta(bound.global_shape(local.shape), dtype_name(local.dtype), bound))
 
@@ -101,9 +102,9 @@ class DTensor(IndexedTensor):
         target = bind_layout(layout, mesh or self.mesh, self.ndim, self.layout)
         if target == self.layout:
             return self
-        uncached = self._moved is None or _pynative_executor.is_saved_tensor_hook_active()
+        uncached = self._moved is None or pynative_executor.is_saved_tensor_hook_active()
         cache = {} if uncached else self._moved
-        key = target, _pynative_executor.requires_grad()  # a result made without a gradient has none
+        key = target, pynative_executor.requires_grad()  # a result made without a gradient has none
         if key not in cache:
             meta = tensor_meta(self.shape, self._meta.dtype, target, self._meta.constant)
             cache[key] = borrowed(wrap(redistribute_local(self._local, self.layout, target, self.shape), meta))
@@ -173,7 +174,7 @@ for _name in _READ:
 
 def wrap(local, meta):
     """A `DTensor` around a local tensor, without any check."""
-    tensor = Tensor._make_subclass(DTensor, local)
+    tensor = make_subclass(DTensor, local)
     tensor._local = local
     tensor._meta = meta
     tensor._moved = {}
@@ -199,7 +200,7 @@ def adopted(tensor, mesh):
 def _wrap_leaf(local, meta):
     """As `wrap`, for a tensor that may live longer than a step: it has a cache only while a gradient is recorded."""
     tensor = wrap(local, meta)
-    if not _pynative_executor.requires_grad():
+    if not pynative_executor.requires_grad():
         tensor._moved = None
     return tensor
 
@@ -224,6 +225,7 @@ def distribute_tensor(tensor, layout, mesh=None):
     if isinstance(tensor, DTensor):
         return tensor.redistribute(layout, mesh)
     _check_tensor(tensor, "distribute_tensor")
+    DTensor._intercept()
     bound = bind_layout(layout, mesh, tensor.ndim)
     if isinstance(tensor, Parameter):
         return parameter_view(placed_parameter(tensor, bound))

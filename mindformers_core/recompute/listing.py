@@ -95,7 +95,7 @@ def _plan(cell, inputs, named_inputs):
 
 
 def write_curve(cell, path):
-    """Write the Pareto curve of a Cell under a budget: saved bytes against recomputed operations, and the choice.
+    """Write the Pareto curve of a Cell under a budget: saved bytes against recomputed time, and the choice.
 
     The curve is that of the last program of the Cell: from a call, `value_and_grad`, or `prepare()`.
 
@@ -104,8 +104,8 @@ def write_curve(cell, path):
         path: path of the file, an SVG picture.
 
     Returns:
-        The choice as a table in text: recomputed instructions, the bytes that each saves and the operations that each
-        costs.
+        The choice as a table in text: recomputed instructions, the bytes that each saves and the seconds that each
+        takes by the device model.
 
     Raises:
         TypeError: `cell` isn't sharded. ValueError: `cell` is no root, has no budget, or no program yet; no

@@ -4,12 +4,12 @@ from enum import Enum
 
 import numpy as np
 from mindspore import Tensor
-from mindspore._c_expression import typing
 
 from mindformers_core.dtensor.dtensor import DTensor, borrowed, wrap
 from mindformers_core.dtypes import dtype_name
 from mindformers_core.layout import Layout, bind_layout
 from mindformers_core.lowering.aliases import check_current
+from mindformers_core.mindspore_private import Type, needs_gradient
 from mindformers_core.operators import TensorMeta, tensor_meta
 from mindformers_core.program.structure import call_signature, tree_map
 from mindformers_core.propagation.boundaries import Declaration, boundary_target, check_outputs, no_tensor
@@ -79,7 +79,7 @@ class Boundary:
             if not isinstance(tensor, DTensor):
                 layout = self.arriving_layout(name, tensor.ndim)
                 shape, dtype = layout.global_shape(tensor.shape), dtype_name(tensor.dtype)
-                tensor = wrap(tensor, tensor_meta(shape, dtype, layout, constant=not tensor._requires_grad))
+                tensor = wrap(tensor, tensor_meta(shape, dtype, layout, constant=not needs_gradient(tensor)))
             elif self.is_root:
                 tensor = wrap(tensor.to_local(), tensor._meta)  # its redistributions are cached for one pass
             tensor = borrowed(tensor) if self.is_root else tensor
@@ -124,7 +124,7 @@ def describe(leaf):
         return tuple(leaf.shape), dtype_name(leaf.dtype), None
     if isinstance(leaf, TensorMeta):
         return leaf.shape, leaf.dtype, leaf.layout
-    if leaf is None or isinstance(leaf, (bool, int, float, complex, str, slice, np.generic, typing.Type, Enum)):
+    if leaf is None or isinstance(leaf, (bool, int, float, complex, str, slice, np.generic, Type, Enum)):
         return type(leaf), repr(leaf)  # since 1 == 1.0 == True, and 0.0 == -0.0
     raise TypeError(
         f"a sharded Cell takes tensors, numbers, strings, None, and tuples, lists and dicts of them, not {leaf!r} "

@@ -11,6 +11,7 @@ from mindformers_core.dtensor.dtensor import wrap
 from mindformers_core.generation.load import load_module
 from mindformers_core.generation.module_source import ModuleOptions, write_module
 from mindformers_core.grouping import grouped
+from mindformers_core.mindspore_private import recompute_cell_of
 from mindformers_core.operators import tensor_meta
 from mindformers_core.program.plan import joined_path, walk_graphs
 from mindformers_core.program.structure import tree_fill, tree_leaves
@@ -133,7 +134,7 @@ def _check_kept(tree, path, entries):
     for plan, kept in entries:
         inner = joined_path(path, plan.graph.path)
         around = [(at, cell) for at, cell in tree.cells.items() if at in ("", inner) or inner.startswith(f"{at}.")]
-        again = [tree.label(at) for at, cell in around if cell._recompute_cell]
+        again = [tree.label(at) for at, cell in around if recompute_cell_of(cell)]
         if again or tree.compiling:
             why = f"{again[0]} is recomputed" if again else "the Cells of this step are compiled one by one"
             raise ValueError(kept_error(plan, kept, why))

@@ -10,6 +10,7 @@ from mindformers_core.dtensor.dtensor import DTensor, parameter_meta, parameter_
 from mindformers_core.dtensor.interception import draws_by_position
 from mindformers_core.hints import first_of, message_of
 from mindformers_core.lowering.aliases import adoptions
+from mindformers_core.mindspore_private import parameters_of
 from mindformers_core.program.structure import tree_leaves
 from mindformers_core.scopes import replaced
 from mindformers_core.sharding.compiling import choose_program
@@ -45,8 +46,8 @@ class ShardedCell:
     def __setattr__(self, name, value):
         """As MindSpore's; with another Parameter, programs are made anew."""
         tree, path = self.__dict__["_sharding"]
-        if isinstance(value, DTensor) and name in self._params:
-            return _view(self._params[name], tree).overwrite(value)
+        if isinstance(value, DTensor) and name in parameters_of(self):
+            return _view(parameters_of(self)[name], tree).overwrite(value)
         if isinstance(value, nn.Cell) and not name.startswith("_"):
             tree.check_new(f"{path}.{name}".strip("."), value)
         super().__setattr__(name, value)

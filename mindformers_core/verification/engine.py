@@ -4,7 +4,6 @@ import gc
 import re
 from contextlib import contextmanager
 from functools import partial
-from importlib import import_module
 
 import mindspore as ms
 import numpy as np
@@ -15,6 +14,7 @@ from mindformers_core.communication.world import process_state
 from mindformers_core.dtypes import dtype_name
 from mindformers_core.hints import listed
 from mindformers_core.lowering.corrected import CORRECTED
+from mindformers_core.mindspore_private import GLOBAL_SEED, SEEDS
 from mindformers_core.operators import facts_of, is_float
 from mindformers_core.passes.thread_tape import custom_gradients
 from mindformers_core.program.graph import OperatorNode
@@ -58,7 +58,7 @@ def seed_restored():
     try:
         yield
     finally:
-        import_module("mindspore.common.seed")._GLOBAL_SEED = seed
+        SEEDS[GLOBAL_SEED] = seed
         ms.dataset.config.set_seed(data)  # it seeds NumPy, too
         np.random.set_state(numbers)
         ms.set_rng_state(draws)

@@ -4,10 +4,10 @@ from contextlib import nullcontext
 from traceback import walk_tb
 
 from mindspore import Tensor
-from mindspore._c_expression import Cell_, MixedPrecisionType
 
 from mindformers_core.capture.python_state import PythonState
 from mindformers_core.dtypes import dtype_name
+from mindformers_core.mindspore_private import leave_dtypes, needs_gradient
 from mindformers_core.operators.signature import is_float
 from mindformers_core.program.graph import ParameterUse
 from mindformers_core.program.observer import Instrumentation
@@ -36,7 +36,7 @@ class RankInstrumentation(Instrumentation):
             return parameters
         for _, child in cell.cells_and_names():
             child.mixed_precision_type = None
-            Cell_.set_mixed_precision_type(child, MixedPrecisionType.NOTSET)
+            leave_dtypes(child)
             for name, value in vars(child).items():
                 if type(value) is Tensor:
                     vars(child)[name] = as_computed(value)
@@ -134,7 +134,7 @@ class RankObserver(ProgramObserver):
         self.check.compare(self.rank, "value", at, seen.layout, tensor)
         layout = gradient_layout(seen.layout)
         is_given = isinstance(seen.entry, ParameterUse | None) or seen.plan.layouts[seen.value.id] != seen.layout
-        is_flowing = self._direction == "forward" and tensor._requires_grad and not is_known(tensor)
+        is_flowing = self._direction == "forward" and needs_gradient(tensor) and not is_known(tensor)
         if is_flowing and not is_given and layout is not None:
             tensor.register_hook(lambda gradient: self.check.compare(self.rank, "gradient", at, layout, gradient))
 
