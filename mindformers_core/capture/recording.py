@@ -241,7 +241,9 @@ class Recorder:
         values = self._computing(func, primitive, args, kwargs) if constant else None
         results = self.add_node(name, kind, shown, kwargs, metas, use, attribute, values=values)
         if is_view(name, args, kwargs):
-            share_memory(tree_leaves((args, kwargs), Traced), results)
+            tensors, made = tree_leaves((args, kwargs), Traced), tree_leaves(results, Traced)
+            if made[0].dtype == tensors[0].dtype:  # else a copy
+                share_memory(tensors, made)
         return results
 
     def _computing(self, func, primitive, args, kwargs):

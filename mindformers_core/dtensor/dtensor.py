@@ -28,6 +28,9 @@ class DTensor(IndexedTensor):
     every rank holds the whole tensor; elsewhere that is an error, never a silent gather: ask for `full_tensor()`.
     """
 
+    is_borrowed = False  # whether another tensor has the same values
+    _outlives_a_step = False
+
     @staticmethod
     def from_local(local, layout, mesh=None):
         """The global tensor of which `local` is this rank's part in `layout`.
@@ -100,10 +103,12 @@ class DTensor(IndexedTensor):
                 "Take it over with distribute_tensor(x.full_tensor(), layout, mesh)"
             )
         target = bind_layout(layout, mesh or self.mesh, self.ndim, self.layout)
-        if target == self.layout:
-            return self
-        uncached = self._moved is None or pynative_executor.is_saved_tensor_hook_active()
-        cache = {} if uncached else self._moved
+        return self if target == self.layout else self._in_layout(target)
+
+    def _in_layout(self, target):
+        """As `redistribute`, in a `Layout` on the mesh that is another one."""
+        uncached = self._outlives_a_step or pynative_executor.is_saved_tensor_hook_active()
+        cache = {} if uncached else vars(self).setdefault("_moved", {})
         key = target, pynative_executor.requires_grad()  # a result made without a gradient has none
         if key not in cache:
             meta = tensor_meta(self.shape, self._meta.dtype, target, self._meta.constant)
@@ -142,7 +147,7 @@ class DTensor(IndexedTensor):
             raise ValueError(reason)
         else:
             self._local, self._meta = value._local, value._meta
-        self._moved = None if self._moved is None else {}
+        vars(self).pop("_moved", None)
         note_write(self, "")
 
     def lasting(self):
@@ -150,7 +155,7 @@ class DTensor(IndexedTensor):
         if isinstance(self._local, Parameter):
             return f"Parameter '{self._local.name}'"
         borrowed_from = "an argument of the root Cell, or another tensor in another layout"
-        return borrowed_from if "is_borrowed" in vars(self) else ""
+        return borrowed_from if self.is_borrowed else ""
 
     def __deepcopy__(self, memo):
         return wrap(copy.deepcopy(self._local, memo), self._meta)
@@ -177,7 +182,6 @@ def wrap(local, meta):
     tensor = make_subclass(DTensor, local)
     tensor._local = local
     tensor._meta = meta
-    tensor._moved = {}
     return tensor
 
 
@@ -200,8 +204,7 @@ def adopted(tensor, mesh):
 def _wrap_leaf(local, meta):
     """As `wrap`, for a tensor that may live longer than a step: it has a cache only while a gradient is recorded."""
     tensor = wrap(local, meta)
-    if not pynative_executor.requires_grad():
-        tensor._moved = None
+    tensor._outlives_a_step = not pynative_executor.requires_grad()
     return tensor
 
 

@@ -4,6 +4,7 @@ import logging
 
 from mindspore import Parameter, ParameterTuple, Tensor, nn
 
+from mindformers_core.capture.algorithm_graph import eager_algorithm_price
 from mindformers_core.capture.traced import failed_site
 from mindformers_core.communication import process_state
 from mindformers_core.dtensor.dtensor import DTensor, parameter_meta, parameter_view, wrap
@@ -161,8 +162,14 @@ class EagerCell(ShardedCell):
                 tree.follow_cells()
                 shapes = tuple(tuple(tensor.shape) for tensor in tree_leaves((args, kwargs), Tensor))
                 tree.compare_inputs(shapes, args, kwargs)
-            model = replaced(process_state(), device_model=tree.device_model)
-            with replaced(tree, views={}), tree.storage.call_scope(), draws_by_position(), adoptions(), model:
+            state, weights = process_state(), tree.parameter_layouts.values()
+            choosing = {
+                "algorithm_price": eager_algorithm_price,
+                "batch_axes": frozenset(tree.mesh.axis_names).difference(*(layout.cut_axes for layout in weights)),
+                "device_model": tree.device_model,
+            }
+            planned = replaced(state, **choosing, calls=state.memo(tuple(choosing.values())))
+            with replaced(tree, views={}), tree.storage.call_scope(), draws_by_position(), adoptions(), planned:
                 args, kwargs = tree.storage.cast_inputs(args, kwargs) if path == "" else (args, kwargs)
                 result = self.run_eagerly(*args, **kwargs)
                 return tree.storage.cast_outputs(result) if path == "" else result
