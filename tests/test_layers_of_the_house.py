@@ -133,6 +133,20 @@ def test_every_folder_is_a_floor():
     assert not strangers, f"not on the list of floors: {strangers}; say where they stand in FLOORS and in the README"
 
 
+def test_plans_are_made_and_changed_in_one_file():
+    """What passes call is called by nobody else, but by a pass itself and where a plan of other sizes is asked for."""
+    changing = r"program\.partition|propagation\.(?:propagate|saved|resized)"
+    lines = rf"from {PACKAGE}\.(?:{changing}) import ([^(\n]+|\([^)]+)"
+    names = r"\b(annotate|partition|unshared|propagate|load_plan|resized)\b"
+    users = {
+        (module.removeprefix(f"{PACKAGE}."), name)
+        for module, path in MODULES.items()
+        for imported in re.findall(lines, path.read_text(encoding="utf-8"))
+        for name in re.findall(names, imported)
+    }
+    assert {module for module, _ in users} == {"sharding.plan_passes", "recompute.policy", "trainer.shrinking"}, users
+
+
 def imports_between_floors():
     """`(module, line, imported module)` of imports that leave a floor."""
     for module, names in imported_modules().items():

@@ -17,7 +17,7 @@ from mindspore import communication as ms_communication, ops
 from mindformers_core.hangs.report import LEFT_BEHIND
 from mindformers_core.hangs.watcher import Watch
 from mindformers_core.hints import nearest
-from mindformers_core.program.observer import Observer
+from mindformers_core.program.observer import Instrumentation, Observer
 
 BACKENDS = ("native", "cpu", "fake")
 _LAUNCHERS = (  # (name, a variable that it always sets, that of the rank, that of the number of ranks)
@@ -87,7 +87,8 @@ class _ProcessState:
         self.algorithm_price = None  # of eager calls: `eager_algorithm_price`; None: algorithms cost nothing
         self.batch_axes = frozenset()  # axes over which eager calls keep tensors cut
         self.calls = self.memo(None)  # kind of eager call -> its program, which depends on rank and device model
-        self.observer = Observer()  # receives what programs compute
+        # what changes programs, and what receives that which they compute
+        self.instrumentation, self.observer = Instrumentation(), Observer()
         for memo in self._memos.values():
             memo.clear()
 

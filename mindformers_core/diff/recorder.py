@@ -54,11 +54,10 @@ class DigestRecorder(ProgramObserver):
         self._rows, self._roots, self._paths = [], [], None
         self._listing, self._entries, self._entry = cache(Listing), cache(self._make_entries), cache(self._make_entry)
 
-    def placed(self, cell, parameters):
+    def sharded(self, cell):
         """See `Observer`."""
         self._roots.append(cell)
         self._paths = None
-        return parameters
 
     def weight_gradient(self, parameter, gradient):
         """See `Observer`; placeholders of gradients that were taken as they came have other shapes."""

@@ -11,7 +11,7 @@ from mindformers_core.program.plan import called_cells, joined_path
 from mindformers_core.recompute.budget import described
 from mindformers_core.recompute.curve import curve_picture
 from mindformers_core.sharding.inspecting import prepare
-from mindformers_core.sharding.program import plan_call
+from mindformers_core.sharding.plan_passes import planned_call
 from mindformers_core.sharding.sharded_cells import tree_and_path, tree_of_root
 
 
@@ -91,7 +91,7 @@ def _plan(cell, inputs, named_inputs):
     if not tree.activations.is_active:
         return prepare(cell, *inputs, **named_inputs).plan
     program = tree.known_program(path, inputs, named_inputs)
-    return plan_call(tree, path, inputs, named_inputs)[1] if program is None else program.plan
+    return planned_call(tree, path, inputs, named_inputs, passes=())[1] if program is None else program.plan
 
 
 def write_curve(cell, path):

@@ -139,7 +139,8 @@ def _place_parameters(cell, layouts, seed):
     else:
         materialize(cell, seed, layouts, world().rank)
     placed = {id(p): placed_parameter(parts.get(path, p), layouts[path], shapes.get(path)) for path, p in named.items()}
-    replace_parameters(cell, process_state().observer.placed(cell, placed))
+    replace_parameters(cell, process_state().instrumentation.placed(cell, placed))
+    process_state().observer.sharded(cell)
     for _, child in cell.cells_and_names():
         if isinstance(child, mint.nn.SyncBatchNorm):
             child.world_size = 1

@@ -17,12 +17,12 @@ from mindformers_core.program.passed_weights import weights_of_call
 from mindformers_core.program.plan import called_graphs, joined_path, parameter_path
 from mindformers_core.program.structure import tree_key, tree_map
 from mindformers_core.scopes import errors_at, replaced
-from mindformers_core.sharding.boundary import Boundary
+from mindformers_core.sharding.boundary import Boundary, bind_arguments, describe
 from mindformers_core.sharding.compiling import register_cell
 from mindformers_core.sharding.declare import parameter_at
 from mindformers_core.sharding.first_inputs import compare_inputs
 from mindformers_core.sharding.parameter_storage import ParameterStorage
-from mindformers_core.sharding.program import bind_arguments, describe, make_program
+from mindformers_core.sharding.program import make_program
 from mindformers_core.sharding.recordings import no_gradient_left_waiting
 from mindformers_core.sharding.replicas import check_replicas
 from mindformers_core.sharding.sharded_cells import EagerCell, GeneratedCell, located, sharded_class

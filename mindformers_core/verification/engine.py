@@ -24,7 +24,7 @@ from mindformers_core.sharding.sharded_cells import tree_of
 from mindformers_core.verification.checking import FLOAT32_KERNELS, PRECISIONS, Check
 from mindformers_core.verification.comparison import largest
 from mindformers_core.verification.drawing import SEED
-from mindformers_core.verification.observing import RankObserver, place_of
+from mindformers_core.verification.observing import RankInstrumentation, RankObserver, place_of
 from mindformers_core.verification.ranges import compare_ranges, range_cases
 from mindformers_core.verification.rounding import EPS, allowances
 from mindformers_core.verification.stepping import compare_step
@@ -169,6 +169,7 @@ def _on_ranks(subject, work):
 def _compare_rank(subject, check, rank):
     """Compare a rank's first step; returns its `RankObserver` and its Cells."""
     observer = process_state().observer = RankObserver(rank, check)
+    process_state().instrumentation = RankInstrumentation(observer)
     cells = subject.build(rank)
     observer.enter_cells(cells, subject.replica(rank, cells))
     try:

@@ -1,14 +1,16 @@
-"""The observer of one simulated rank: every tensor of its programs is compared with the value on one card."""
+"""The programs of one simulated rank: in one dtype, and every tensor compared with the value on one card."""
 
 from contextlib import nullcontext
 from traceback import walk_tb
 
 from mindspore import Tensor
 
+from mindformers_core.capture.python_state import PythonState
 from mindformers_core.dtypes import dtype_name
 from mindformers_core.mindspore_private import leave_dtypes, needs_gradient
 from mindformers_core.operators.signature import is_float
 from mindformers_core.program.graph import ParameterUse
+from mindformers_core.program.observer import Instrumentation
 from mindformers_core.sharding.observing import ProgramObserver, parameter_paths
 from mindformers_core.sharding.parameter_storage import as_computed
 from mindformers_core.sharding.sharded_cells import tree_and_path, tree_of
@@ -18,32 +20,18 @@ from mindformers_core.verification.truth import is_known, widened, widened_text
 from mindformers_core.zero.sharded_parameter import parameter_like
 
 
-class RankObserver(ProgramObserver):
-    """Compares the tensors of one rank.
+class RankInstrumentation(Instrumentation):
+    """Programs of one rank in the dtype of a verification, with plans and sources that ranks share.
 
     Args:
-        rank: the global rank.
-        check: the `Check` of all ranks.
-
-    Attributes:
-        replica: number of the data-parallel replica of this rank; 0 where the program has all of the batch.
-        stages: id of a `ShardedTree` -> number of the stage.
-        paths: see `parameter_paths`.
-        is_watching: whether tensors are compared while passes run.
+        observer: the `RankObserver` of the rank.
     """
 
-    def __init__(self, rank, check):
-        super().__init__()
-        self.rank, self.check, self._dtype = rank, check, check.precision.dtype
-        self.replica, self.stages, self.paths, self.is_watching = 0, {}, {}, self._dtype is not None
-
-    def enter_cells(self, cells, replica):
-        """Register the finished Cells of this rank, a dict by stage."""
-        self.stages = {id(tree_of(net)): stage for stage, net in cells.items()}
-        self.paths, self.replica = parameter_paths(cells.values()), replica
+    def __init__(self, observer):
+        self._observer, self._check, self._dtype = observer, observer.check, observer.check.precision.dtype
 
     def placed(self, cell, parameters):
-        """See `Observer`: floating tensors of a Cell in one dtype, without MindSpore's mixed precision."""
+        """See `Instrumentation`: floating tensors of a Cell in one dtype, without MindSpore's mixed precision."""
         if self._dtype is None:
             return parameters
         for _, child in cell.cells_and_names():
@@ -64,31 +52,55 @@ class RankObserver(ProgramObserver):
         return made
 
     def dtype(self, name):
-        """See `Observer`."""
+        """See `Instrumentation`."""
         return widened(name, self._dtype) if is_float(name) and self._dtype else name
 
     def planned(self, tree, path, plan):
-        """See `Observer`: ranks of one mesh share a plan, which was made in the dtypes of the model."""
+        """See `Instrumentation`: ranks of one mesh share a plan, which was made in the dtypes of the model."""
         assert path == "", path
-        return self.check.plans[self.stages[id(tree)], tree.mesh]
+        return *self._check.plans[self._observer.stages[id(tree)], tree.mesh], PythonState()
 
     def generated(self, key, generate):
-        """See `Observer`: ranks of one mesh share their source, too, but for constants of distributed algorithms."""
+        """See `Instrumentation`: ranks of one mesh share their source, too, but for constants of algorithms."""
         entries = (entry for _, plan in key[0].walk() for entry in plan.instructions)
-        key += (self.rank,) if any(getattr(entry, "algorithm", None) for entry in entries) else ()
-        if key not in self.check.sources:
-            self.check.sources[key] = generate()
-        return self.check.sources[key]
+        key += (self._observer.rank,) if any(getattr(entry, "algorithm", None) for entry in entries) else ()
+        if key not in self._check.sources:
+            self._check.sources[key] = generate()
+        return self._check.sources[key]
 
     def text(self, text):
-        """See `Observer`."""
+        """See `Instrumentation`."""
         return widened_text(text, self._dtype) if self._dtype else text
 
     def loaded(self, module, source):
-        """See `Observer`."""
-        super().loaded(module, source)
+        """See `Instrumentation`."""
         for name in source.constants:
             setattr(module, name, as_computed(getattr(module, name)))
+
+
+class RankObserver(ProgramObserver):
+    """Compares the tensors of one rank.
+
+    Args:
+        rank: the global rank.
+        check: the `Check` of all ranks.
+
+    Attributes:
+        replica: number of the data-parallel replica of this rank; 0 where the program has all of the batch.
+        stages: id of a `ShardedTree` -> number of the stage.
+        paths: see `parameter_paths`.
+        is_watching: whether tensors are compared while passes run.
+    """
+
+    def __init__(self, rank, check):
+        super().__init__()
+        self.rank, self.check = rank, check
+        self.replica, self.stages, self.paths, self.is_watching = 0, {}, {}, check.precision.dtype is not None
+
+    def enter_cells(self, cells, replica):
+        """Register the finished Cells of this rank, a dict by stage."""
+        self.stages = {id(tree_of(net)): stage for stage, net in cells.items()}
+        self.paths, self.replica = parameter_paths(cells.values()), replica
 
     def in_pass(self, label, direction):
         """See `Observer`."""
@@ -109,9 +121,10 @@ class RankObserver(ProgramObserver):
             scale = self.check.truth.largest("gradient", self._pass)
             self.check.hold(order, self.rank, "weight gradient", at, layout, gradient, value, scale)
 
-    def _observed(self, source, cell, number, tensor):
+    def observed(self, source, cell, number, tensor):
+        """See `Observer`."""
         if self._pass is not None and self.check.looks_inside(self._pass):
-            super()._observed(source, cell, number, tensor)
+            super().observed(source, cell, number, tensor)
 
     def computed(self, tree, program, path, graph, turn, seen, tensor):
         """Compare a tensor, and later its gradient."""
