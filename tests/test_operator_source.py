@@ -10,6 +10,7 @@ from mindspore import Tensor
 from mindspore._c_expression.typing import type_id_to_type
 from mindspore.ops import auto_generate
 from support.generated_modules import float_places, gradients_of, module_source, program_of, record, run_jitted, write
+from support.nightly import daily, seeds
 from support.operator_source_calls import ALL_CALLS, BROKEN, WITHOUT_GRADIENT, WITHOUT_KERNEL
 from support.scatter_calls import WITHOUT_FLOAT32, WITHOUT_META
 from support.verified_operators import VERIFIED
@@ -50,7 +51,7 @@ def compare(what, actual, expected, rtol=1e-5, atol=1e-5):
         np.testing.assert_allclose(one, other, rtol=rtol, atol=atol, err_msg=what)
 
 
-@pytest.mark.parametrize("in_graph", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["pynative", "jit"])
+@pytest.mark.parametrize("in_graph", daily([False], [False, True]), ids=["pynative", "jit"])
 def test_what_authors_write(folder, in_graph):
     """Whole functions, recorded and written anew: as the function itself in PyNative. Their operators are compiled one
     by one below, the functions at night."""
@@ -86,7 +87,7 @@ def computed(call):
     return list(result) if isinstance(result, tuple) else [result]
 
 
-@pytest.mark.parametrize("third", [0, *(pytest.param(third, marks=pytest.mark.nightly) for third in (1, 2))])
+@pytest.mark.parametrize("third", seeds(1, 3))
 def test_calls_of_every_operator(folder, third):
     """As NumPy in PyNative, and as PyNative in jit."""
     calls = [call for call in ALL_CALLS if str(call) not in BROKEN and call.name not in WITHOUT_KERNEL][third::3]

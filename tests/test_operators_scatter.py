@@ -9,11 +9,12 @@ import test_operators as rules
 from mindspore import Tensor, mint, nn, ops
 from mindspore.ops.function import nn_func
 from support import scatter_calls
+from support.nightly import daily
 from support.planned_models import planned
 from support.scatter_calls import EXPERTS_CALLS, LOSS_CALLS, SCATTER_CALLS
 from support.scatter_functions import MORE, QUICK, WITHOUT_KERNEL, f, i, p
 from support.small_cells import cell_of
-from support.verified_operator import cuts, generated, verified
+from support.verified_calls import MESH_OF_4, Sample, check_of, planned as planned_calls, verified
 
 from mindformers_core.analysis.traffic import bytes_by_axes
 from mindformers_core.capture.algorithm_graph import algorithm_of
@@ -32,12 +33,15 @@ MESH = DeviceMesh((2, 2), ("a", "b"))
 TP = DeviceMesh((2,), ("tp",))
 
 
-@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.nightly) for name in MORE)])
+def sample(calls, name, *cuts):
+    """A call of these, each dim of each tensor cut in turn, or as `cuts` say."""
+    return Sample(name, calls[name][0], tuple(calls[name][1]), terms=False, cuts=cuts)
+
+
+@pytest.mark.parametrize("name", daily(QUICK, QUICK | MORE))
 def test_parts_give_what_one_card_gives(name):
     """Results and gradients, with each dim of each tensor cut in turn."""
-    function, values = (QUICK | MORE)[name]
-    for layouts in cuts(values):
-        verified(function, values, layouts)
+    verified(sample(QUICK | MORE, name))
 
 
 TWO = [  # cut over two axes at once
@@ -55,7 +59,7 @@ TWO = [  # cut over two axes at once
 
 @pytest.mark.parametrize(("name", "layouts"), TWO, ids=str)
 def test_two_axes(name, layouts):
-    verified(*QUICK[name], layouts, MESH)
+    verified(sample(QUICK, name, layouts), MESH_OF_4)
 
 
 CALLS = [*SCATTER_CALLS, *LOSS_CALLS, *EXPERTS_CALLS]
@@ -78,8 +82,7 @@ def test_rules(call):
 
 @pytest.mark.parametrize("name", WITHOUT_KERNEL)
 def test_programs_without_a_kernel_are_made(name):
-    for layouts in cuts(WITHOUT_KERNEL[name][1]):
-        assert "def " in generated(*WITHOUT_KERNEL[name], layouts)
+    planned_calls(sample(WITHOUT_KERNEL, name))
 
 
 def floats(*shape, cut=None, dtype="float32"):
@@ -183,10 +186,7 @@ PAIRS += ("none", 3, False, 0.1), ("none", -100, True, 0.0)  # each two values o
 
 @pytest.mark.parametrize(
     ("reduction", "ignored", "weighted", "smoothing"),
-    [
-        pytest.param(*each, marks=[pytest.mark.nightly] * (each not in PAIRS))
-        for each in product(("mean", "sum", "none"), (-100, 3), (False, True), (0.0, 0.1))
-    ],
+    daily(PAIRS, product(("mean", "sum", "none"), (-100, 3), (False, True), (0.0, 0.1))),
 )
 def test_cross_entropy_of_mint_is_that_of_ops(monkeypatch, smoothing, weighted, ignored, reduction):
     """On a cut vocabulary; CPU has not the newer logarithm of the softmax."""
@@ -198,7 +198,8 @@ def test_cross_entropy_of_mint_is_that_of_ops(monkeypatch, smoothing, weighted, 
 
     values = [f(4, 8), p(8), i(8, 4)]
     values[2][1] = ignored
-    check = verified(loss(F.cross_entropy), values, [layout("b", "a"), layout("a"), layout("b")], MESH)
+    cuts = [layout("b", "a"), layout("a"), layout("b")]
+    check = check_of(Sample("", loss(F.cross_entropy), tuple(values), terms=False, cuts=[cuts]), MESH_OF_4)
     ((found,),) = check.truth.outputs.values()
     np.testing.assert_allclose(found, loss(ops.cross_entropy)(*map(Tensor, values)).asnumpy(), 1e-5)
 

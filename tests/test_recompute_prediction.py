@@ -8,6 +8,7 @@ from mindspore import Tensor, nn
 from models import EXAMPLES, axes_of
 from support.captured_models import MODELS
 from support.launch import ROOT
+from support.nightly import daily, seeds
 from support.saved_tensors import constants_of, measured, saved_bytes, tensors_in
 
 from mindformers_core.capture.algorithm_graph import algorithm_of
@@ -62,13 +63,13 @@ NAMES = [name for name in {**EXAMPLES, **MODELS} if name not in WITHOUT_RULE]
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", daily(NAMES[1::2], NAMES))
 def test_models_on_one_rank(name):
     assert_foretold(name, init_device_mesh((1, 1), ("dp", "tp")))
 
 
 @pytest.mark.usefixtures("four_ranks")
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", daily(NAMES[::2], NAMES))
 def test_models_on_four_ranks(name):
     assert_foretold(name, init_device_mesh((2, 2), ("dp", "tp")))
 
@@ -90,9 +91,7 @@ def test_llama_with_inputs_that_are_closed_over(layers):
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize(
-    "seed", [*range(20), *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(20, 40))]
-)
+@pytest.mark.parametrize("seed", seeds(12, 40))
 def test_random_programs(seed):
     drawn = random_cell(seed)
     net = shard(drawn.make().set_train(), init_device_mesh((1,), ("tp",)))

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn, ops
 from support.launch import ROOT
+from support.nightly import daily
 from support.written_models import MODELS, Residual, batches, built
 
 from mindformers_core import recompute, shard, verify
@@ -144,7 +145,7 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("name", daily(("pipeline",), MESHES))
 def test_recipes_write_as_one_card_does(name):
     """Micro-batches in their order, and what runs again once."""
     given = ("training.local_batch_size=8", "training.global_batch_size=32", "model.name=normalised_model:CLASSIFIER")

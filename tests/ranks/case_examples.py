@@ -12,6 +12,8 @@ from mindformers_core.communication import world
 
 sys.path.insert(0, str(ROOT / "examples"))
 import vit  # noqa: E402
+
+vit.STEPS = 2  # before the others take it
 import vit_by_plan  # noqa: E402
 import vit_in_a_pipeline  # noqa: E402
 import vit_with_hooks  # noqa: E402

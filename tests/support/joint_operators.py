@@ -45,9 +45,9 @@ def _rows_rule(x):
 def register():
     """Enter the operators: in a process of its own, or while the registry is a copy."""
     register_algorithm(Algorithm("pair_ring", "parts of the second list go round; sums over them", False, ring))
-    register_operator("PairSum", source="joint_operators.pairs", algorithms=("pair_ring",))(_pairs_rule)
+    register_operator("PairSum", source="support.joint_operators.pairs", algorithms=("pair_ring",))(_pairs_rule)
     for name, operations in (("Few", 3), ("Many", lambda sizes: 10**6 * sizes["d0"] * sizes["d1"])):
-        register_operator(name, source="joint_operators.smoothed", operations=operations)(_rows_rule)
+        register_operator(name, source="support.joint_operators.smoothed", operations=operations)(_rows_rule)
 
 
 pair_sum = custom_operator("PairSum", pairs)
