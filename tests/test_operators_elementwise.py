@@ -4,14 +4,12 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, mint, nn, ops
-from support import verified_operators
 from support.verified_calls import (
     MESH_OF_4,
     Sample,
     complex_of,
     eager,
     numbers,
-    operators_of,
     planned,
     stopped,
     verified,
@@ -130,8 +128,3 @@ def test_operator_by_operator(sample):
 def test_two_axes(sample):
     """Every dim cut over both axes of a mesh of 4."""
     verified(sample, MESH_OF_4)
-
-
-def test_the_operators_are_met():
-    met = operators_of([*ELEMENTWISE, *FOURIER, *WITHOUT_KERNEL])
-    assert met >= verified_operators.ELEMENTWISE

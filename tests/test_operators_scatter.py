@@ -8,10 +8,9 @@ import pytest
 import test_operators as rules
 from mindspore import Tensor, mint, nn, ops
 from mindspore.ops.function import nn_func
-from support import scatter_calls
+from operator_calls import indexing, losses
 from support.nightly import daily
 from support.planned_models import planned
-from support.scatter_calls import EXPERTS_CALLS, LOSS_CALLS, SCATTER_CALLS
 from support.scatter_functions import MORE, QUICK, WITHOUT_KERNEL, f, i, p
 from support.small_cells import cell_of
 from support.verified_calls import MESH_OF_4, Sample, check_of, planned as planned_calls, verified
@@ -62,7 +61,7 @@ def test_two_axes(name, layouts):
     verified(sample(QUICK, name, layouts), MESH_OF_4)
 
 
-CALLS = [*SCATTER_CALLS, *LOSS_CALLS, *EXPERTS_CALLS]
+CALLS = [*indexing.OTHERS, *losses.OTHERS]
 DRAWN = ("CTCLossV2", "CTCLoss")  # NumPy gives shapes only
 
 
@@ -209,10 +208,10 @@ def test_what_mindspore_gets_wrong_on_cpu():
     x, at_, u = f(4, 8), i(8, 4, 6), f(4, 6)
     mint.scatter(Tensor(x), 1, Tensor(at_), Tensor(u))
     found = corrected.scattered(Tensor(x), 1, Tensor(at_), Tensor(u), "add").asnumpy()
-    np.testing.assert_allclose(found, scatter_calls.elements(x, 1, at_, u, "add"), 1e-5)
+    np.testing.assert_allclose(found, indexing.elements(x, 1, at_, u, "add"), 1e-5)
     given = Tensor(x)
     found = corrected.index_added(given, 1, Tensor(at_[0]), Tensor(u), 2).asnumpy()
-    np.testing.assert_allclose(found, scatter_calls.slices(x, 1, at_[0], u, 2), 1e-5)
+    np.testing.assert_allclose(found, indexing.slices(x, 1, at_[0], u, 2), 1e-5)
     np.testing.assert_array_equal(given.asnumpy(), x)
     slope = ms.grad(lambda x, y: corrected.binary_cross_entropy_of_logits(x, y))
     every = slope(Tensor(x), Tensor(p(4, 8) * 0)).asnumpy()

@@ -5,7 +5,7 @@ import zlib
 
 import numpy as np
 import pytest
-from support.operator_calls import CALLS, is_many
+from operator_calls import CALLS, is_many
 
 from mindformers_core.layout import Layout, layout
 from mindformers_core.mesh import init_device_mesh
