@@ -104,7 +104,7 @@ def lowest(run, graph, arguments, limit):
             total = price(place, choices).price
             best = total if total.improves_on(best) else best
             return
-        asked = price(place + 1, choices).asked[place]
+        asked = price(place + 1, choices).calls[place]
         factors, axes = asked.signature.sizes, run.mesh.axis_names
         cut = [(((factor,),), Layout.on(run.mesh, ((axis,),))) for factor in factors for axis in axes]
         ways = {(way.inputs, way.outputs): way.choice for way in alternatives(asked, cut)}

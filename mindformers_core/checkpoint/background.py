@@ -51,14 +51,14 @@ class BackgroundSave:
         """
         while True:
             found = self._ranks.gather(self._status())
-            for rank, told in sorted(found.items()):
-                if told not in (None, _BUSY):
+            for rank, failure in sorted(found.items()):
+                if failure not in (None, _BUSY):
                     self._end()
                     self._ranks.gather(None)  # no rank writes any more
                     if self._ranks.rank == 0:
                         clean(self.folder, FileLayer())
                     where = f"rank {rank}: " if len(found) > 1 else ""
-                    raise SaveError(f"{where}{told}")
+                    raise SaveError(f"{where}{failure}")
             if _BUSY not in found.values():
                 self._end()
                 return True

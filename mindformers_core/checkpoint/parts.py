@@ -61,17 +61,17 @@ def on_all_ranks(ranks, work):
     Raises:
         OSError, ValueError: the error of a rank, on all of them alike.
     """
-    result, told = None, None
+    result, failure = None, None
     try:
         result = work()
     except (OSError, ValueError) as error:
         kind = next(name for name, kind in _ERRORS.items() if isinstance(error, kind))
-        told = kind, str(error)
-    found = ranks.gather((told, result))
+        failure = kind, str(error)
+    found = ranks.gather((failure, result))
     for rank in sorted(found):
-        told, _ = found[rank]
-        if told is not None:
-            kind, text = told
+        failure, _ = found[rank]
+        if failure is not None:
+            kind, text = failure
             raise _ERRORS[kind](text if len(found) == 1 else f"rank {rank}: {text}")
     return {rank: result for rank, (_, result) in found.items()}
 

@@ -106,7 +106,7 @@ def save(folder, parts, values, documents, ranks=None, plan=None, files=None):
     plan = plan or plan_save(parts_of_all(ranks, parts))
     is_first = ranks.rank == 0
     try:
-        on_all_ranks(ranks, lambda: prepare(folder, plan, files) if is_first else None)
+        on_all_ranks(ranks, lambda: make_files(folder, plan, files) if is_first else None)
         pieces = piece_arrays(plan, ranks.rank, parts, values)
         sums = on_all_ranks(ranks, lambda: write_pieces(folder, pieces, files))
         on_all_ranks(ranks, lambda: commit(folder, plan, sums, documents, files) if is_first else None)
@@ -117,7 +117,7 @@ def save(folder, parts, values, documents, ranks=None, plan=None, files=None):
     return plan
 
 
-def prepare(folder, plan, files):
+def make_files(folder, plan, files):
     """Make the unfinished folder with all tensors' files, of their sizes, with headers. One rank calls this.
 
     Raises:

@@ -20,7 +20,7 @@ from mindformers_core.checkpoint.folders import INCOMPLETE, prune
 from mindformers_core.checkpoint.index import encode_json
 from mindformers_core.checkpoint.parts import decode_parts
 from mindformers_core.checkpoint.regions import shape_of
-from mindformers_core.checkpoint.save import SaveError, clean, commit, plan_save, prepare, write_pieces
+from mindformers_core.checkpoint.save import SaveError, clean, commit, make_files, plan_save, write_pieces
 from mindformers_core.checkpoint.slices import WORDS, FileLayer, read_file, write_file
 
 _ALIGNED = 64  # bytes
@@ -68,7 +68,7 @@ def write_snapshot(everywhere, request, memory, files=None):
             write_file(files, path + INCOMPLETE, encode_json(write_pieces(folder, pairs, files)))
             files.rename(path + INCOMPLETE, path)
             return
-        prepare(folder, plan, files)
+        make_files(folder, plan, files)
         files.make_folder(meeting)
         sums = {rank: write_pieces(folder, pairs, files)}
         for other in (other for other in everywhere if other != rank):

@@ -11,7 +11,7 @@ from mindformers_core.program.plan import joined_path, parameter_path
 from mindformers_core.program.structure import tree_leaves
 
 
-def facts_of(cell, operator, hint, shape, dtype, source=None, inputs=()):
+def tensor_facts(cell, operator, hint, shape, dtype, source=None, inputs=()):
     """What is known of a tensor, a dict; `inputs` are the names of those that its operator computes it from."""
     about = {"cell": cell, "operator": operator, "source": source, "hint": hint}
     return about | {"shape": list(shape), "dtype": dtype, "inputs": list(inputs)}
@@ -21,7 +21,7 @@ class Listing:
     """The named tensors of a `Program`."""
 
     def __init__(self, program):
-        self.facts = {}  # name of a tensor -> see `facts_of`
+        self.facts = {}  # name of a tensor -> see `tensor_facts`
         self.names = {}  # (call, number of a Value in all calls that share a plan) -> name
         self._calls, self._path = Counter(), program.path
         graphs = program.graph.calls()  # stages of a pipeline differ in the first Cell without inner ones
@@ -37,7 +37,7 @@ class Listing:
 
     def _enter(self, graph, value, name, cell, operator, source=None, inputs=()):
         self.names[graph.call, value.id] = name
-        self.facts[name] = facts_of(cell, operator, value.hint, value.shape, value.dtype, source, inputs)
+        self.facts[name] = tensor_facts(cell, operator, value.hint, value.shape, value.dtype, source, inputs)
 
     def _parameter(self, graph, value, path):
         path = joined_path(self._path, path)

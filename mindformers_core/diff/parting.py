@@ -32,7 +32,7 @@ class Parting:
     """The comparison of two runs up to the first step that differs."""
 
     runs: dict  # "A" and "B" -> the `Run`
-    facts: dict  # name of a tensor of either run -> see `facts_of`; and the names of its `consumers`
+    facts: dict  # name of a tensor of either run -> see `tensor_facts`; and the names of its `consumers`
     perturbed: bool  # whether the tolerances come from a perturbed run
     note: str  # what was not compared, and why; or ""
     steps: list = field(default_factory=list)  # numbers of the steps that were compared

@@ -11,7 +11,7 @@ from mindspore import Parameter
 
 from mindformers_core.communication.world import process_state, world
 from mindformers_core.diff.digests import COLUMNS, digest, sign
-from mindformers_core.diff.listing import Listing, facts_of
+from mindformers_core.diff.listing import Listing, tensor_facts
 from mindformers_core.diff.runs import NO_PASS, layout_text, row_files, write_rows, write_table
 from mindformers_core.diff.tolerance import EPS
 from mindformers_core.dtypes import dtype_name
@@ -85,7 +85,7 @@ class DigestRecorder(ProgramObserver):
             path, local = self._paths.get(id(parameter), parameter.name), parameter
             name, about = f"parameter {path}", (path.rpartition(".")[0], "parameter", path)
         shape = local.shape if layout is None else layout.global_shape(local.shape)
-        self._table["facts"].setdefault(name, facts_of(*about, shape, dtype_name(local.dtype)))
+        self._table["facts"].setdefault(name, tensor_facts(*about, shape, dtype_name(local.dtype)))
         self._add(self._entry(what, name, layout), tensor, label)
 
     def end_step(self, step=None):

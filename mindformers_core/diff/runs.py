@@ -117,7 +117,7 @@ class Run:
 
     Attributes:
         steps: numbers of the steps that all ranks have recorded.
-        about, facts: of the run, and of its tensors: name -> see `facts_of`.
+        about, facts: of the run, and of its tensors: name -> see `tensor_facts`.
 
     Raises:
         FileNotFoundError: nothing is recorded there. ValueError: a file that can't be read.

@@ -8,7 +8,7 @@ from inspect import signature
 from mindformers_core.hints import nearest
 from mindformers_core.operators.algorithms import ALGORITHMS, Algorithm
 from mindformers_core.operators.saved import UNMEASURED, SavedByOperator
-from mindformers_core.operators.signature import spelled, tensors_in, undivided
+from mindformers_core.operators.signature import spelled, tensors_in, whole_signature
 from mindformers_core.operators.views import INPUT_IF_OF_ITS_DTYPE, strided
 
 FLOWS, ZERO, NO_GRADIENT = "flows", "zero", "none"
@@ -175,7 +175,7 @@ def signature_of(name, args, kwargs=None, shapes=()):
     """
     rule = facts_of(name).rule
     if facts_of(name).gather:
-        return undivided(tensors_in([*args, *(kwargs or {}).values()]), shapes)
+        return whole_signature(tensors_in([*args, *(kwargs or {}).values()]), shapes)
     if rule is None:
         raise ValueError(
             f"operator '{name}' has no rule, so its layouts are unknown{nearest(name, _FACTS, 0.7)}: with "

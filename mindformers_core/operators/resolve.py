@@ -101,7 +101,7 @@ def _may_stride(signature, factor):
     return name is None or not algorithm_named(name).by_position
 
 
-def undivided(signature, dims, source, target):
+def undivided_reason(signature, dims, source, target):
     """The reason why a sharded dim of an input is gathered, where the reason is its size; else an empty string.
 
     Args:
@@ -152,7 +152,7 @@ def resolved(call, choice, limit=None):
             price += _moved(call, made, wanted, shape, dtype, trained)
     if limit is not None and not price.improves_on(limit):
         return None
-    found = Resolution(choice, inputs, outputs, algorithm_of(call.name, signature, choice.axes_of), price, price)
+    found = Resolution(choice, inputs, outputs, chosen_algorithm(call.name, signature, choice.axes_of), price, price)
     name, axes = found.algorithm
     ended = axes if name is not None and algorithm_named(name).gathers else ()
     given_up = sum(_given_up(kept, layout, ended) for kept, layout in zip(call.kept, inputs))
@@ -183,7 +183,7 @@ def _own_price(call, choice, trained):
     return Price(0, 0.0, seconds * (1 + BACKWARD_WORK * trained))
 
 
-def algorithm_of(name, signature, axes_of):
+def chosen_algorithm(name, signature, axes_of):
     """The name of the distributed algorithm that replaces an operator, or None, and the mesh axes that it spans."""
     needed = _algorithms(signature, axes_of)
     if len(needed) > 1:

@@ -194,7 +194,7 @@ def tensors_in(args):
     return found
 
 
-def undivided(tensors, shapes, linear=()):
+def whole_signature(tensors, shapes, linear=()):
     """The `Signature` of an operator that can't be cut, by its inputs and the shapes of its results."""
     inputs, outputs = (
         tuple(tuple((f"{side}{place}.{dim}",) for dim in range(len(shape))) for place, shape in enumerate(every))

@@ -5,7 +5,7 @@ again, once for every instruction of every distinct plan. What holds here also h
 """
 
 from mindformers_core.operators import facts_of, tensor_meta
-from mindformers_core.operators.resolve import algorithm_of, checked_outputs
+from mindformers_core.operators.resolve import checked_outputs, chosen_algorithm
 from mindformers_core.program.plan import CallPlan, Redistribution
 from mindformers_core.program.structure import tree_leaves
 from mindformers_core.propagation.decide import NOTHING, TRAINED, gradient_flow, operator_flow
@@ -198,7 +198,7 @@ class _PlanCheck:
             self.fault(f"gives local shapes {shapes}, where {plan.local_shapes} are the parts")
         for name in signature.differences(plan.signature):
             self.fault(f"has another rule: '{name}'")
-        runs = algorithm_of(node.operator, signature, plan.axes_of)
+        runs = chosen_algorithm(node.operator, signature, plan.axes_of)
         if runs != (plan.algorithm, plan.cut_axes):
             self.fault(f"runs {plan.algorithm}, where {runs[0]} is needed")
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from mindformers_core.operators import OperatorCall, facts_of, is_float, tensor_meta
-from mindformers_core.operators.resolve import undivided
+from mindformers_core.operators.resolve import undivided_reason
 from mindformers_core.program.graph import CallNode, match_arguments
 from mindformers_core.program.plan import Reason
 from mindformers_core.program.structure import tree_leaves
@@ -62,9 +62,9 @@ class Decision:
     Attributes:
         graph: the `CellGraph`.
         entries: `OperatorPlan`s and `CallDecision`s, one for every node.
-        asked: for every operator its `OperatorCall`, for every call its arguments (see `decide_plan`).
+        calls: for every operator its `OperatorCall`, for every call its arguments (see `decide_plan`).
         values: key -> its Value, of this graph or of one below.
-        forms: key -> `RequiredLayouts`, of this call and those below.
+        required: key -> `RequiredLayouts`, of this call and those below.
         used: for every entry, and last for the results, pairs (key, layout) of consumed tensors.
         flows: key -> gradient flow: `NOTHING`, `FLOWS` or `TRAINED`.
         current: key -> the layout in which operators receive the tensor, after redistribution at the boundary.
@@ -75,9 +75,9 @@ class Decision:
 
     graph: object
     entries: list = field(default_factory=list)
-    asked: list = field(default_factory=list)
+    calls: list = field(default_factory=list)
     values: dict = field(default_factory=dict)
-    forms: dict = field(default_factory=dict)
+    required: dict = field(default_factory=dict)
     used: list = field(default_factory=list)
     flows: dict = field(default_factory=dict)
     current: dict = field(default_factory=dict)
@@ -144,15 +144,15 @@ class _OpenCall:
         """Enter a tensor that is first available in `layout`; without a gradient no layout is varying."""
         layout = layout if flow or not layout.varying else layout.replace(varying=())
         self.decision.values[key] = value
-        self.decision.forms[key] = RequiredLayouts(layout)
+        self.decision.required[key] = RequiredLayouts(layout)
         self.decision.current[key] = layout
         self.decision.flows[key] = flow
 
     def take(self, key, target, reason):
         """Record that an operator, or the caller, consumes a tensor in this layout."""
-        forms = self.decision.forms[key]
-        forms.move(self.decision.current[key], target, reason)
-        forms.want(target)
+        required = self.decision.required[key]
+        required.move(self.decision.current[key], target, reason)
+        required.want(target)
         self.decision.used[-1].append((key, target))
 
     def cross(self, declared, weight_axes):
@@ -162,7 +162,7 @@ class _OpenCall:
             arriving = self.decision.current[key]
             target = boundary_target(layout, self.run.mesh, value.shape, arriving, weight_axes, name)
             target = target if self.decision.flows[key] else target.replace(varying=())
-            self.decision.forms[key].move(arriving, target, name)
+            self.decision.required[key].move(arriving, target, name)
             self.decision.current[key] = target
 
     def operate(self, node, place):
@@ -171,8 +171,9 @@ class _OpenCall:
         keys = [self.key(value) for value in values]
         metas = tuple(map(self.meta, values, keys))
         free, trained, kept = self.known_of(keys)
-        call, choice = (id(node), metas, free, trained, kept), self.choices.get(place)
-        asked, plan, reasons, own = self.run.operator((*call, choice), lambda: self.planned(node, *call[1:], choice))
+        given, choice = (metas, free, trained, kept), self.choices.get(place)
+        key = id(node), *given, choice
+        call, plan, reasons, own = self.run.operator(key, lambda: self.planned(node, *given, choice))
         for key, layout, reason in zip(keys, plan.inputs, reasons):
             self.take(key, layout, reason)
         flow = operator_flow(node, [self.decision.flows[key] for key in keys])
@@ -182,10 +183,10 @@ class _OpenCall:
             self.decision.weights |= {value.id for value in made}
         outputs = tuple(self.decision.current[value.id] for value in made)  # as entered
         self.decision.entries.append(plan if outputs == plan.outputs else replace(plan, outputs=outputs))
-        self.decision.asked.append(asked)
+        self.decision.calls.append(call)
         self.decision.inside += own
         name = f"of operator '{node.attribute}' ({node.operator}) in {self.label}"
-        wanted = [(value, layout) for value, layout in zip(made, asked.outputs or ()) if layout is not None]
+        wanted = [(value, layout) for value, layout in zip(made, call.outputs or ()) if layout is not None]
         self.cross([(value, layout, Reason(f"{made.index(value)} {name}", "output")) for value, layout in wanted], ())
 
     def known_of(self, keys):
@@ -208,14 +209,14 @@ class _OpenCall:
                     declared = (metas[0].layout, *(None,) * (len(metas) - 1)), None
             dtypes = tuple(value.dtype for value in run.tensors(node)[1])
             known = *declared, free, trained, kept, partial(run.algorithm_price, node)
-            asked = OperatorCall(node.operator, signature, given, run.mesh, run.device_model, dtypes, *known)
-            found = run.resolve(asked, choice)
-            plan = operator_plan(node, asked, found)
+            call = OperatorCall(node.operator, signature, given, run.mesh, run.device_model, dtypes, *known)
+            found = run.resolve(call, choice)
+            plan = operator_plan(node, call, found)
         except _LOCATED as error:
             raise type(error)(self.located(node, str(error))) from error
         ways = zip(signature.inputs, metas, plan.inputs)
-        whys = [undivided(signature, dims, meta.layout, layout) for dims, meta, layout in ways]
-        return asked, plan, [Reason(node.operator, undivided=why) for why in whys], found.own
+        whys = [undivided_reason(signature, dims, meta.layout, layout) for dims, meta, layout in ways]
+        return call, plan, [Reason(node.operator, undivided=why) for why in whys], found.own
 
     def located(self, node, text):
         """An error's text, extended by the Cell, the operator and the source line."""
@@ -251,14 +252,14 @@ class _OpenCall:
             inner: (self.decision.current[outer], self.decision.flows[outer], outer in self.free)
             for inner, outer in keys.items()
         }
-        self.decision.asked.append(arguments)
+        self.decision.calls.append(arguments)
         if place in self.choices:
             callee = self.run.improved(node.graph, arguments, wanted=self.choices[place])
         else:
             callee = self.run.decide(node.graph, arguments)
         keys = self.run.keys_of(callee, node.graph, keys)
         for inner, outer in keys.items():
-            self.decision.forms[outer].merge(callee.forms[inner])
+            self.decision.required[outer].merge(callee.required[inner])
         for outer, inner in dict(zip(tree_leaves(node.outputs), tree_leaves(node.graph.result), strict=True)).items():
             key = callee.graph.names.get(inner.id, inner.id)
             self.enter(outer.id, outer, callee.current[key], callee.flows[key])
@@ -285,7 +286,7 @@ class _OpenCall:
         for value in dict.fromkeys(outputs):
             flow = gradient_flow(value, max(flows, default=NOTHING))
             self.enter(value.id, value, self.run.replicated(value), flow)
-        self.decision.asked.append(None)
+        self.decision.calls.append(None)
         self.decision.entries.append(CallDecision(node, None, {}, tuple(map(self.run.replicated, outputs))))
 
     def leave(self, declared, final, wanted):
@@ -302,7 +303,7 @@ class _OpenCall:
             layout = self.decision.current[key]
             reduced = layout.contiguous.replace(partial=(), varying=())
             if final and layout != reduced:
-                self.decision.forms[key].move(layout, reduced, Reason(f"of {self.label}", "result"))
+                self.decision.required[key].move(layout, reduced, Reason(f"of {self.label}", "result"))
                 self.decision.current[key] = reduced
             self.take(key, self.decision.current[key], Reason("", "result"))
 
@@ -313,13 +314,13 @@ class _OpenCall:
             if isinstance(entry, CallDecision) and entry.decision is not None:
                 decision.inside += entry.decision.inside
         shared = FREE
-        for key, forms in decision.forms.items():
-            if not forms.moves:
+        for key, required in decision.required.items():
+            if not required.moves:
                 continue
             price = partial(self.run.redistribution_price, decision.values[key], decision.flows[key] == TRAINED)
-            forms.route(price)
+            required.route(price)
             if key in outside:
-                shared += FREE if key in self.free else forms.price(price)
+                shared += FREE if key in self.free else required.price(price)
             elif key not in self.free:
-                decision.inside += forms.price(price)
+                decision.inside += required.price(price)
         decision.price = decision.inside + shared

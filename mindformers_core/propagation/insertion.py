@@ -32,7 +32,7 @@ class _Insertion:
     def __init__(self, run, decision, passed, lifted):
         self.run = run
         self.decision = decision
-        self.first = {key: passed.get(key, forms.first) for key, forms in decision.forms.items()}
+        self.first = {key: passed.get(key, required.first) for key, required in decision.required.items()}
         self.available = {}  # key -> layouts; empty for a tensor without any so far
         for key in (*passed, *decision.graph.uses.parameters):
             self.available[key] = {self.first[key]}
@@ -98,7 +98,7 @@ class _Insertion:
         """Redistribute a tensor to this layout, unless it is available."""
         if layout in self.available[key]:
             return
-        source, reason = self.decision.forms[key].moves[layout]
+        source, reason = self.decision.required[key].moves[layout]
         self._ensure(key, source)
         value = self._value(key)
         steps = plan_redistribution(source, layout, value.shape, value.dtype, self.run.device_model).steps
@@ -115,17 +115,17 @@ class _Insertion:
             if not isinstance(call, CallDecision) or call.decision is None:
                 continue
             for inner, outer in call.keys.items():
-                needs = call.decision.forms[inner]
+                needs = call.decision.required[inner]
                 entry = needs.first if isinstance(inner, str) else needs.entry()
                 certain.setdefault(outer, set()).add(entry)
                 for layout in needs.needed():
-                    here = self.decision.forms[outer].moves.get(layout)
+                    here = self.decision.required[outer].moves.get(layout)
                     same_way = here is not None and here[0] == needs.moves[layout][0]
                     counts[outer, layout] = counts.get((outer, layout), 0) + (1 if same_way else 2)
         for (key, layout), count in counts.items():
             if count > 1:
                 certain[key].add(layout)
-        ways = {key: [self.decision.forms[key].way(layout) for layout in found] for key, found in certain.items()}
+        ways = {key: [self.decision.required[key].way(layout) for layout in found] for key, found in certain.items()}
         return {key: {layout for way in found for layout in way} for key, found in ways.items()}
 
     def _call(self, entry):
@@ -136,7 +136,7 @@ class _Insertion:
             return CallPlan(node, inputs, entry.outputs, None)
         passed, lifted = {}, []
         for inner, outer in entry.keys.items():
-            needs = entry.decision.forms[inner]
+            needs = entry.decision.required[inner]
             wanted = needs.entries({needs.first, *self.made_here.get(outer, ()), *self.available[outer]})
             if isinstance(inner, int):
                 passed[inner] = self._passed(wanted, needs, outer)

@@ -79,18 +79,18 @@ def _hoisted(best, tried_out):
 
 def _above(decision, place):
     """The `Choice` by which an operator, linear in its only input, emits the required layout; None without gain."""
-    entry, asked = decision.entries[place], decision.asked[place]
-    if isinstance(entry, CallDecision) or len(asked.metas) != 1 or {0} not in asked.signature.linear:
+    entry, call = decision.entries[place], decision.calls[place]
+    if isinstance(entry, CallDecision) or len(call.metas) != 1 or {0} not in call.signature.linear:
         return None
     values, results = tree_leaves((entry.node.args, entry.node.kwargs)), tree_leaves(entry.node.outputs)
     if len(results) != 1 or values[0].id in {use.value.id for use in decision.graph.parameters}:
         return None
-    forms = decision.forms[results[0].id]
-    needed = forms.entry()
-    cuts = needed.cut_axes - forms.first.cut_axes
-    if needed == forms.first or cuts:  # a slice sends nothing, so nothing is gained
+    required = decision.required[results[0].id]
+    needed = required.entry()
+    cuts = needed.cut_axes - required.first.cut_axes
+    if needed == required.first or cuts:  # a slice sends nothing, so nothing is gained
         return None
-    way = _making(asked, 0, needed.replace(varying=()))
+    way = _making(call, 0, needed.replace(varying=()))
     return None if way is None else replace(way.choice, marked=frozenset(needed.varying))
 
 
@@ -99,7 +99,7 @@ def _candidates(run, decision, choices, tried):
 
     An origin enters `tried` after all its candidates; origins in `tried` have none.
     """
-    entries = enumerate(zip(decision.entries, decision.asked))
+    entries = enumerate(zip(decision.entries, decision.calls))
     calls = {place: None for place, pair in entries if place not in choices and _can_improve(run, *pair)}
     if calls and "calls" not in tried:
         yield "calls", calls
@@ -123,7 +123,7 @@ def _candidates(run, decision, choices, tried):
         for place in consumers.get((key, target), ()):
             if isinstance(decision.entries[place], CallDecision):
                 continue
-            for way in alternatives(decision.asked[place], _scattered(decision, place, key, source, target)):
+            for way in alternatives(decision.calls[place], _scattered(decision, place, key, source, target)):
                 if way.inputs != decision.entries[place].inputs:
                     yield (key, target), {place: way.choice}
         tried.add((key, target))
@@ -140,26 +140,26 @@ def _gathered_once(decision):
     for key, places in taken.items():
         if len(places) > 1:
             ways = [
-                [way for way in alternatives(decision.asked[place]) if way.algorithm[0] is None] for place in places
+                [way for way in alternatives(decision.calls[place]) if way.algorithm[0] is None] for place in places
             ]
             if all(ways):
                 best = [min(each, key=_order).choice for each in ways]
                 yield key, dict(zip(places, best))
 
 
-def _can_improve(run, entry, asked):
+def _can_improve(run, entry, call):
     """Whether an entry is a call that lookahead changes."""
     if not isinstance(entry, CallDecision) or entry.decision is None:
         return False
-    return run.improved(entry.node.graph, asked) is not entry.decision
+    return run.improved(entry.node.graph, call) is not entry.decision
 
 
 def _moves_to_save(run, decision, producers):
     """Triples (key, source, target), in the order of execution: redistributions that send, and slices of results."""
-    for key, forms in decision.forms.items():
+    for key, required in decision.required.items():
         value, trained = decision.values[key], decision.flows[key] == TRAINED
-        needed = forms.needed()
-        for target, (source, _) in forms.moves.items():
+        needed = required.needed()
+        for target, (source, _) in required.moves.items():
             if target not in needed:
                 continue
             is_slice = key in producers and not target.cut_axes <= source.cut_axes
@@ -169,14 +169,14 @@ def _moves_to_save(run, decision, producers):
 
 def _scattered(decision, place, key, source, target):
     """What `alternatives` takes as suggested: of a partial sum that a product gets whole, parts along each dim."""
-    entry, asked = decision.entries[place], decision.asked[place]
+    entry, call = decision.entries[place], decision.calls[place]
     axes = tuple(axis for axis, _ in source.partial if axis not in {*dict(target.partial), *target.cut_axes})
-    if not axes or not callable(facts_of(asked.name).operations):
+    if not axes or not callable(facts_of(call.name).operations):
         return []
     keys = [decision.graph.names.get(value.id, value.id) for value, _ in entry.consumed]
     return [
         (dims, target.replace(dims=[*target.dims[:dim], (*own, *axes), *target.dims[dim + 1 :]], varying=()))
-        for dims in (asked.signature.inputs[number] for number, each in enumerate(keys) if each == key)
+        for dims in (call.signature.inputs[number] for number, each in enumerate(keys) if each == key)
         for dim, own in enumerate(target.dims)
     ]
 
@@ -190,13 +190,13 @@ def _pulled(decision, producers, key, target):
             place, number = producers.get(wanted_key, (None, None))
             if place is None or place in chosen:
                 continue
-            entry, asked = decision.entries[place], decision.asked[place]
+            entry, call = decision.entries[place], decision.calls[place]
             if isinstance(entry, CallDecision):
                 count = len(tree_leaves(entry.node.outputs))
                 if entry.decision is not None:
                     chosen[place] = tuple(layout if other == number else None for other in range(count))
                 continue
-            resolution = _making(asked, number, layout)
+            resolution = _making(call, number, layout)
             if resolution is not None:
                 chosen[place] = resolution.choice
                 following += _missing(decision, entry, resolution)
@@ -210,10 +210,10 @@ def _order(way):
     return way.price.given_up, way.price.seconds
 
 
-def _making(asked, number, layout):
+def _making(call, number, layout):
     """The cheapest `Resolution` of an operator whose output `number` is in `layout`, or None."""
     bare = layout.replace(varying=())
-    ways = alternatives(asked, [(asked.signature.outputs[number], bare)])
+    ways = alternatives(call, [(call.signature.outputs[number], bare)])
     ways = [way for way in ways if way.outputs[number].replace(varying=()) == bare]
     return min(ways, key=_order, default=None)
 

@@ -2,7 +2,7 @@
 
 from mindformers_core.operators import TensorMeta, signature_of, tensor_meta
 from mindformers_core.operators.registry import FLOWS, facts_of, rule_attributes
-from mindformers_core.operators.signature import undivided
+from mindformers_core.operators.signature import whole_signature
 from mindformers_core.program.plan import OperatorPlan
 from mindformers_core.program.structure import Value, tree_fill, tree_leaves, tree_map
 
@@ -22,9 +22,9 @@ def operator_signature(node):
     """
     outputs = tree_leaves(node.outputs)
     if not tree_leaves((node.args, node.kwargs)):
-        return undivided((), [value.shape for value in outputs])
+        return whole_signature((), [value.shape for value in outputs])
     args, kwargs = tree_map(_without_layout, (node.args, node.kwargs))
-    signature = _asked(node, args, kwargs)
+    signature = _signature_of(node, args, kwargs)
     predicted = signature.output_shapes
     if predicted != [value.shape for value in outputs]:
         made = ", ".join(value.described for value in outputs)
@@ -45,10 +45,10 @@ def local_call_shapes(plan):
 
 def call_shapes(node, args, kwargs):
     """The output shapes of a node's operator for other arguments, by its rule; `TensorMeta`s stand for tensors."""
-    return _asked(node, args, kwargs).output_shapes
+    return _signature_of(node, args, kwargs).output_shapes
 
 
-def _asked(node, args, kwargs):
+def _signature_of(node, args, kwargs):
     attributes = node.primitive.attributes if node.primitive is not None else {}
     shapes = [value.shape for value in tree_leaves(node.outputs)]
     return signature_of(node.operator, args, kwargs | rule_attributes(node.operator, attributes), shapes)

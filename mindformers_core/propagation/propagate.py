@@ -76,20 +76,20 @@ def derive_parameters(graph, mesh, arguments, parameters, declarations=None, dev
     found = {}
     for path, use in graph.uses.parameters.items():
         if path in run.free:
-            found[path] = _best_stored(run, use, decision.forms[path])
+            found[path] = _best_stored(run, use, decision.required[path])
     return {**parameters, **found}
 
 
-def _best_stored(run, use, forms):
+def _best_stored(run, use, required):
     """The required layout, without partial and varying axes, with the least price of redistribution to all others."""
-    wanted = list(forms.wanted)
+    wanted = list(required.wanted)
     candidates = dict.fromkeys(layout.contiguous.replace(partial=(), varying=()) for layout in wanted)
 
     def seconds(stored):
         prices = [run.redistribution_price(use.value, use.trainable, stored, layout) for layout in wanted]
         return sum(prices, FREE).seconds
 
-    return min(candidates, key=seconds, default=forms.first)
+    return min(candidates, key=seconds, default=required.first)
 
 
 class Propagation:
@@ -182,20 +182,20 @@ class Propagation:
         """What `make()` gives for an operator's call with a choice, shared by equal ones."""
         return _once(self._operators, call, make)
 
-    def algorithm_price(self, node, asked, found):
+    def algorithm_price(self, node, call, found):
         """The `Price` of the steps of the distributed algorithm of a `Resolution` of an operator."""
         if self.algorithm is None:
             return FREE
-        plan = operator_plan(node, asked, found)
+        plan = operator_plan(node, call, found)
         steps = _once(
             self._algorithms, (id(node), found.choice, found.inputs), lambda: algorithm_steps(plan, self.algorithm)
         )
-        return steps_price([(step, gradient and bool(asked.trained)) for step, gradient in steps], self.device_model)
+        return steps_price([(step, gradient and bool(call.trained)) for step, gradient in steps], self.device_model)
 
-    def resolve(self, asked, choice):
+    def resolve(self, call, choice):
         """The `Resolution` of an `OperatorCall`: that of a `Choice` where it is possible, else the cheapest."""
-        again = None if choice is None else resolved(asked, choice)
-        return resolve(asked) if again is None else again
+        again = None if choice is None else resolved(call, choice)
+        return resolve(call) if again is None else again
 
     def place(self, decision, passed, lifted):
         """The `CellPlan` of a call, shared by identical calls; see `insert_redistributions`."""

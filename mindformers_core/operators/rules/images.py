@@ -9,7 +9,7 @@ from math import prod
 from mindformers_core.operators.registry import register_operator
 from mindformers_core.operators.rules.dims import bound, dim_names, equation, parameters, per_dim, unary
 from mindformers_core.operators.saved import INPUTS, INPUTS_AS_THEY_ARE, NOTHING, UNMEASURED, SavedByOperator
-from mindformers_core.operators.signature import LocalCall, Signature, tensors_in, undivided
+from mindformers_core.operators.signature import LocalCall, Signature, tensors_in, whole_signature
 from mindformers_core.operators.words import word
 
 _LINEAR = ({0},)
@@ -157,7 +157,8 @@ _EQUATIONS = (
     ("DeformableOffsets", _flat(_DEFORMED, "", lambda x, ksize: dict(zip("KL", ksize)), False), "ksize", "",
      UNMEASURED, 8),
     ("MaxUnpool2DExt", _flat(_UNPOOLING[0], "", _unpooled), "", "", UNMEASURED, 0),
-    ("UniqueWithPad", lambda x, pad: undivided(tensors_in((x, pad)), [x.shape] * 2), "", "(x, pad)", UNMEASURED, 4),
+    ("UniqueWithPad", lambda x, pad: whole_signature(tensors_in((x, pad)), (x.shape, x.shape)), "", "(x, pad)",
+     UNMEASURED, 4),
     ("IOU", _flat("a F, b F -> b a", "", linear=False), "", "(x, y)", UNMEASURED, 10),
     ("RotatedIou", _flat("n F a, n F b -> n a b", "", linear=False), "", "", UNMEASURED, 100),
     ("MultiScaleDeformableAttn", _flat("n K h c, L T, L, n q h L P T, n q h L P -> n q h*c", "", linear=False),

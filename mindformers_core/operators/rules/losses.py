@@ -10,7 +10,7 @@ from mindformers_core.operators.rules.dims import bound, equation, parameters
 from mindformers_core.operators.rules.elementwise import elementwise
 from mindformers_core.operators.rules.indexing import check_indices, positional
 from mindformers_core.operators.saved import INPUTS_AS_THEY_ARE, SECOND_RESULT, SavedByOperator
-from mindformers_core.operators.signature import tensors_in, undivided
+from mindformers_core.operators.signature import tensors_in, whole_signature
 from mindformers_core.operators.words import word
 
 
@@ -90,7 +90,7 @@ def ctc_loss(log_probs, targets, input_lengths, target_lengths):
 @register_operator("CTCLoss")
 def ctc_loss_of_sparse_labels(x, labels_indices, labels_values, sequence_length):
     """As `ctc_loss`; indices say whose labels they are, so all is whole."""
-    return undivided((x, labels_indices, labels_values, sequence_length), (x.shape[1:2], x.shape))
+    return whole_signature((x, labels_indices, labels_values, sequence_length), (x.shape[1:2], x.shape))
 
 
 def _ignored(operands, results):

@@ -6,7 +6,7 @@ from mindformers_core.operators.registry import register_operator
 from mindformers_core.operators.rules.dims import along, as_dims, dim_names, equation, integers, unary
 from mindformers_core.operators.rules.elementwise import elementwise
 from mindformers_core.operators.saved import NOTHING
-from mindformers_core.operators.signature import LocalCall, is_float, tensors_in, undivided
+from mindformers_core.operators.signature import LocalCall, is_float, tensors_in, whole_signature
 from mindformers_core.operators.words import word
 
 _EQUATIONS = {  # names of operators, and the equation of each: `S` is the smaller one of `M` and `N`
@@ -148,10 +148,10 @@ def diagonal_matrix(x, diagonal=0):
     if x.ndim not in (1, 2):
         raise ValueError(f"a diagonal is of a vector or a matrix, not of {x.shape}")
     shape = (x.shape[0] + abs(diagonal),) * 2 if x.ndim == 1 else (_entries(*x.shape, diagonal),)
-    return undivided((x,), (shape,), ({0},))
+    return whole_signature((x,), (shape,), ({0},))
 
 
 # whole inputs: a number on the diagonal, distances between the rows, and a diagonal of twice as many dims
-register_operator("FillDiagonal")(lambda x: undivided((x,), (x.shape,)))
-register_operator("Pdist")(lambda x: undivided((x,), ((x.shape[0] * (x.shape[0] - 1) // 2,),)))
-register_operator("Diag")(lambda x: undivided((x,), (x.shape * 2,), ({0},)))
+register_operator("FillDiagonal")(lambda x: whole_signature((x,), (x.shape,)))
+register_operator("Pdist")(lambda x: whole_signature((x,), ((x.shape[0] * (x.shape[0] - 1) // 2,),)))
+register_operator("Diag")(lambda x: whole_signature((x,), (x.shape * 2,), ({0},)))

@@ -20,7 +20,7 @@ from mindformers_core.operators.rules.dims import (
     unary,
 )
 from mindformers_core.operators.rules.indexing import check_indices, elements, positional
-from mindformers_core.operators.signature import LocalCall, Signature, TensorMeta, tensors_in, undivided
+from mindformers_core.operators.signature import LocalCall, Signature, TensorMeta, tensors_in, whole_signature
 from mindformers_core.operators.words import word
 
 _ADDS, _REPLACES = ("add", "sub"), ("none", None)  # what is done with updates
@@ -147,13 +147,13 @@ def index_fill(x, dim, index, value):
 @register_operator("IndexFill", saves=saved.SavedByOperator((1, 2, 3), as_they_are=True))
 def index_fill_where_a_tensor_says(x, dim, index, value):
     """As `index_fill`; the dim is in a tensor, so all are whole."""
-    return undivided(tensors_in((x, dim, index, value)), (x.shape,))
+    return whole_signature(tensors_in((x, dim, index, value)), (x.shape,))
 
 
 @register_operator("MaskedScatter", saves=saved.MASKS)
 def masked_scatter(x, mask, source):
     """`x` with the elements of `source`, in order, where a mask is true: all is whole."""
-    return undivided((x, mask, source), (x.shape,), ({0, 2},))
+    return whole_signature((x, mask, source), (x.shape,), ({0, 2},))
 
 
 @register_operator("IndexPut", saves=_EVERYTHING, attributes=("accumulate",), algorithms=("index_put",))
