@@ -133,30 +133,6 @@ def test_large_meshes_are_little_work():
         assert hash(mesh) == hash(DeviceMesh(mesh.shape, names, mesh.rank_list))
 
 
-BAD_MESHES = [
-    ((2, 4), ("dp",), None, ValueError, "has 2 axes.*names 1"),
-    ((), (), None, ValueError, "at least one axis"),
-    ((2, 0), ("dp", "tp"), None, ValueError, "'tp' has size 0"),
-    ((2, -1), ("dp", "tp"), None, ValueError, "'tp' has size -1"),
-    ((2, 2), ("dp", "dp"), None, ValueError, "'dp' is named twice"),
-    ((2, 2), ("dp", "None"), None, ValueError, "'None' should be an identifier"),
-    ((2, 2), ("dp", "t p"), None, ValueError, "'t p' should be an identifier"),
-    ((2, 2.0), ("dp", "tp"), None, TypeError, "'tp': 2.0 should be a str and an int"),
-    ((2, True), ("dp", "tp"), None, TypeError, "'tp': True"),
-    ((2, 2), ("dp", 3), None, TypeError, "3: 2 should be a str"),
-    ((2, 4), ("dp", "tp"), range(6), ValueError, "6 ranks.*dp=2, tp=4 has 8"),
-    ((2,), ("dp",), (3, 3), ValueError, "names a rank twice"),
-    ((2,), ("dp",), (0, -1), ValueError, "not -1"),
-    ((2,), ("dp",), ("0", "1"), ValueError, "not '0'"),
-]
-
-
-@pytest.mark.parametrize("shape, names, ranks, error, words", BAD_MESHES, ids=[row[4] for row in BAD_MESHES])
-def test_a_wrong_mesh_says_why(shape, names, ranks, error, words):
-    with pytest.raises(error, match=words):
-        DeviceMesh(shape, names, ranks)
-
-
 def test_unknown_ranks_and_axes_say_what_there_is(mesh):
     for ask in (mesh.coordinate, mesh.position, lambda rank: mesh.group(rank, ("tp",))):
         with pytest.raises(ValueError, match=r"rank 8 is not in \(dp=2, tp=4\)"):

@@ -17,7 +17,6 @@ from mindformers_core.communication.world import rank_of
 from mindformers_core.layout import layout
 from mindformers_core.lowering.compositions import composed
 from mindformers_core.mesh import DeviceMesh
-from mindformers_core.operators import signature_of, tensor_meta
 from mindformers_core.sharding.inspecting import explain, prepare
 
 LINE = DeviceMesh((2,), ("tp",))
@@ -288,25 +287,3 @@ def test_all_processes_have_factors_in_one_order():
     run = [sys.executable, "-c", ORDER]
     said = {subprocess.check_output(run, env={**os.environ, "PYTHONHASHSEED": seed}, cwd=ROOT) for seed in "1234"}
     assert len(said) == 1
-
-
-REFUSED = {  # operator, shapes of its tensors, and its other arguments -> what is said
-    ("Conv2D", ((2, 4, 8, 8), (6, 3, 3, 3)), ("out_channel", 6)): "doesn't fit an image",
-    ("Conv2D", ((2, 8, 8, 4), (6, 4, 3, 3)), ("data_format", "NHWC")): "an image is",
-    ("Conv2DExt", ((2, 4, 2, 2), (6, 4, 3, 3))): "don't fit into",
-    ("Conv2DPadding", ((2, 4, 8, 8), (6, 4, 3, 3)), ("padding", "full")): "a padding 'full'",
-    ("ConvTranspose2D", ((2, 4, 8, 8), (6, 4, 3, 3))): "doesn't fit an image",
-    ("MaxPool", ((2, 4),), ("kernel_size", 2)): "an image is",
-    ("UpsampleNearest2D", ((2, 4, 8, 8),), ("output_size", (0, 4))): "can't be resized",
-    ("GridSampler2D", ((2, 4, 8, 8), (3, 2, 2, 2))): "don't fit",
-    ("PReLU", ((2, 4, 8, 8), (3,))): "don't fit n c",
-    ("MaxUnpool2D", ((2, 4, 4, 4),) * 2, ("ksize", 2), ("output_shape", (2, 4, 8, 8))): "leave it out",
-    ("AvgPool2D", ((2, 4, 8, 8),), ("kernel_size", 2), ("pads", 1), ("size", 7)): "besides",
-}
-
-
-@pytest.mark.parametrize("call", REFUSED, ids=str)
-def test_what_is_refused(call):
-    name, shapes, *named = call
-    with pytest.raises((ValueError, TypeError), match=REFUSED[call]):
-        signature_of(name, [tensor_meta(shape, "float32") for shape in shapes], dict(named))
