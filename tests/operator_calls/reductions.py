@@ -65,7 +65,7 @@ OTHERS = [
     Call("DeprecatedReduceAll", [bools(4, 8)], _reduction(np.all), {"axis": 1}),
     Call("DeprecatedReduceAny", [bools(4, 8)], _reduction(np.any), {"axis": 1}),
     Call("ArgMaxExt", [X, 1], _reduction(np.argmax)),
-    Call("Argmin", [X, 1, 34], _reduction(np.argmin)),
+    Call("Argmin", [X, 1, 34], lambda x, dim, _: x.argmin(dim)),
     Call("DeprecatedArgmin", [X, 1], _reduction(np.argmin)),
     Call("DeprecatedMean", [X], _reduction(np.mean), {"axis": (0, 1)}),
     Call("ReduceSum", [ints(9, 4, 8), (0,), True, False], lambda x, *_: x.sum(0, keepdims=True)),
