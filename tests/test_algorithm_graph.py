@@ -176,9 +176,10 @@ def test_ranks_together_give_what_one_card_gives(case):
 def test_graphs_of_all_ranks_are_alike():
     """Ranks that compile different graphs wait for each other forever. And every algorithm is among these cases."""
     found = {"attention_dropout", "dropout", "func_dropout"}
-    cases = [(*case, CUTS) for case in (*CASES.values(), (SPREADS, [NUMBERS]), (DRAWS, [NUMBERS]))]
-    for functions, arrays, cuts in [*cases, (WINDOWS, [IMAGES, KERNELS], IMAGE_CUTS)]:
-        for function, given in product(functions.values(), cuts[:1]):
+    cases = [(*case, CUTS[:1]) for case in (*CASES.values(), (SPREADS, [NUMBERS]), (DRAWS, [NUMBERS]))]
+    cases += [(*CASES[name], CUTS[4::2]) for name in ("lookups in rows", "scatters")]
+    for functions, arrays, cuts in [*cases, (WINDOWS, [IMAGES, KERNELS], IMAGE_CUTS[:1])]:
+        for function, given in product(functions.values(), cuts):
             for plan in plans_of(function, arrays, given)[1]:
                 found.add(plan.algorithm)
                 first, other = (algorithm_graph(plan, rank) for rank in (0, 3))

@@ -28,9 +28,6 @@ def compiled_by(gradient_of):
     return sorted(name for name, *_ in gradient_of._function._cells_compiled._graphs)
 
 
-PATTERNS = "*.mlp", ["layers.0.self_attn", "*.down_proj"]
-
-
 def test_alike_layers_share_a_compiled_function():
     """It takes their weights as arguments; MindSpore keeps memory for every compiled function that there is."""
     net, gradient_of, found = step(full=True)
@@ -43,7 +40,8 @@ def test_alike_layers_share_a_compiled_function():
     assert head.endswith(", passed_weights)") and "passed_weights=passed_weights[1:5], program=" in source
 
 
-@pytest.mark.parametrize("pattern", daily([PATTERNS[1]], PATTERNS))
+@pytest.mark.nightly  # daily on two ranks: `case_recompute`
+@pytest.mark.parametrize("pattern", ["*.mlp", ["layers.0.self_attn", "*.down_proj"]])
 def test_what_is_around_recomputed_cells_is_compiled_in_parts(pattern):
     """With the bits of the whole as one function, and in as few functions as can be: two for each layer, that of the
     recomputed Cell and that of what follows; alike layers share them."""
