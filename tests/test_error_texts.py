@@ -7,16 +7,23 @@ import pytest
 import yaml
 from support.launch import ROOT
 from support.split_models import SMALL
+from test_checkpoint_hugging_face import CONFIG, KEYS, LLAMA
 from test_device_models import LARGE
 
+from mindformers_core.checkpoint.hugging_face import check_config
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.models import LlamaConfig
 from mindformers_core.operators import signature_of, tensor_meta
+from mindformers_core.pipeline import split_layers
 from mindformers_core.recompute.settings import RecomputeSettings, SwapSettings
 from mindformers_core.redistribution.quantities import device_model_of
+from mindformers_core.serving.sampling import Sampling
+from mindformers_core.tensor_parallel.splitting import split_layer
 from mindformers_core.trainer.recipe_loader import load_recipe
+from mindformers_core.zero.buckets import parse_comm_fusion
 
 GROUPS = yaml.safe_load((Path(__file__).parent / "error_texts.yaml").read_text("utf-8"))
+THEIRS = LlamaConfig(**{key: CONFIG[key] for key in KEYS})
 TENSOR = re.compile(r"([fi]) (scalar|\d+(?:x\d+)*)$")
 
 
@@ -47,7 +54,12 @@ FUNCTIONS = {
     "RecomputeSettings": RecomputeSettings,
     "SwapSettings": SwapSettings,
     "device_model_of": lambda **changes: device_model_of(LARGE | changes),
+    "Sampling": Sampling,
+    "check_config": lambda **changes: check_config(LLAMA, "llama", THEIRS, CONFIG | changes, "config.json"),
+    "comm_fusion": parse_comm_fusion,
     "operator": operator,
+    "split_layer": lambda **given: split_layer(**{"size": (6, 4), "operation": "linear"} | given),
+    "split_layers": lambda num_layers, stages, **split: split_layers(num_layers, stages, **split),
     **{f"recipe {name}": recipe(name) for name in ("llama_tiny_cpu", "llama_tiny_pp", "llama_tiny_zero")},
 }
 CALLS = [
