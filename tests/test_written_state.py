@@ -148,7 +148,8 @@ MESHES = {
 @pytest.mark.parametrize("name", daily(("pipeline",), MESHES))
 def test_recipes_write_as_one_card_does(name):
     """Micro-batches in their order, and what runs again once."""
-    given = ("training.local_batch_size=8", "training.global_batch_size=32", "model.name=normalised_model:CLASSIFIER")
+    given = "training.local_batch_size=8", "training.global_batch_size=32"
+    given += ("model.name=support.normalised_model:CLASSIFIER",)
     check = verify_recipe(load_recipe(str(ROOT / "examples" / "own_model.yaml"), [*given, *MESHES[name]]))
     assert not check.faults, check.report()
     states = [state["blocks.1.norm.moving_mean"] for state in check.truth.written.values()]
