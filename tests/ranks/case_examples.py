@@ -22,10 +22,20 @@ import vit_with_hsdp  # noqa: E402
 
 @on_ranks(4)
 def case_vision_transformers_equal_one_card():
-    """By a plan, with hooks and jit, with `hsdp` and recompute, in a pipeline."""
+    """By a plan, with `hsdp` and recompute, in a pipeline."""
+    check(vit_by_plan, vit_with_hsdp, vit_in_a_pipeline)
+
+
+@on_ranks(nightly=(4,))
+def case_a_vision_transformer_with_hooks():
+    """And jit."""
+    check(vit_with_hooks)
+
+
+def check(*scripts):
     expected = once(vit.train)()
     assert len(expected) == vit.STEPS and expected[-1] != expected[0]
-    for script in (vit_by_plan, vit_with_hooks, vit_with_hsdp, vit_in_a_pipeline):
+    for script in scripts:
         with redirect_stdout(io.StringIO()):
             found = script.train(world().rank)
         losses = found[0] if script is vit_with_hsdp else found
