@@ -9,11 +9,11 @@ import test_operators as rules
 from mindspore import Tensor, mint, nn, ops
 from mindspore.ops.function import nn_func
 from operator_calls import indexing, losses
+from operator_calls.functions_scatter import f, i, p, sample
 from support.nightly import daily
 from support.planned_models import planned
-from support.scatter_functions import MORE, QUICK, WITHOUT_KERNEL, f, i, p
 from support.small_cells import cell_of
-from support.verified_calls import MESH_OF_4, Sample, check_of, planned as planned_calls, verified
+from support.verified_calls import MESH_OF_4, Sample, check_of, verified
 
 from mindformers_core.analysis.traffic import bytes_by_axes
 from mindformers_core.capture.algorithm_graph import algorithm_of
@@ -32,17 +32,6 @@ MESH = DeviceMesh((2, 2), ("a", "b"))
 TP = DeviceMesh((2,), ("tp",))
 
 
-def sample(calls, name, *cuts):
-    """A call of these, each dim of each tensor cut in turn, or as `cuts` say."""
-    return Sample(name, calls[name][0], tuple(calls[name][1]), terms=False, cuts=cuts)
-
-
-@pytest.mark.parametrize("name", daily(QUICK, QUICK | MORE))
-def test_parts_give_what_one_card_gives(name):
-    """Results and gradients, with each dim of each tensor cut in turn."""
-    verified(sample(QUICK | MORE, name))
-
-
 TWO = [  # cut over two axes at once
     ("TensorScatterUpdate", [layout("a", "b"), layout(), layout()]),
     ("TensorScatterAdd", [layout("b", None, "a"), layout(), layout()]),
@@ -58,7 +47,7 @@ TWO = [  # cut over two axes at once
 
 @pytest.mark.parametrize(("name", "layouts"), TWO, ids=str)
 def test_two_axes(name, layouts):
-    verified(sample(QUICK, name, layouts), MESH_OF_4)
+    verified(sample(name, layouts), MESH_OF_4)
 
 
 CALLS = [*indexing.OTHERS, *losses.OTHERS]
@@ -77,11 +66,6 @@ def test_rules(call):
         rules.test_what_is_called_linear_is(call)
     if call.name in ("MoeInitRoutingV2", "MoeTokenPermute", "GroupedMatmulV4", "GmmV2", "MSELossExt"):
         rules.test_shards_compute_what_one_card_does(call)
-
-
-@pytest.mark.parametrize("name", WITHOUT_KERNEL)
-def test_programs_without_a_kernel_are_made(name):
-    planned_calls(sample(WITHOUT_KERNEL, name))
 
 
 def floats(*shape, cut=None, dtype="float32"):
