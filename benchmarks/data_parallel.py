@@ -9,7 +9,7 @@ import sys
 
 import mindspore as ms
 import numpy as np
-from harness import Variant, run_benchmark
+from harness import Variant, ratio_remarks, run_benchmark
 from mindspore import Tensor, nn, ops
 
 from mindformers_core.communication import world
@@ -107,13 +107,7 @@ def finished(step, inputs):
 
 def remarks(results):
     """The part of one process's time that two ranks take, against what it may be: `(lines, whether it is kept)`."""
-    lines, all_kept = [], True
-    for mode in ("pynative", "jit"):
-        ratio = results[f"generated/{mode}"].median / results[f"single/{mode}"].median
-        all_kept = all_kept and ratio <= LIMIT
-        verdict = f"limit {LIMIT:g}, {'kept' if ratio <= LIMIT else 'EXCEEDED'}"
-        lines.append(f"- generated/{mode}: {ratio:.3f} of single/{mode}; {verdict}")
-    return lines, all_kept
+    return ratio_remarks(results, [(f"generated/{mode}", f"single/{mode}", LIMIT) for mode in ("pynative", "jit")])
 
 
 if __name__ == "__main__":

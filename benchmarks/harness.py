@@ -121,6 +121,27 @@ def run_benchmark(script, world_size, make_variants, title, remarks=None, timeou
     return 0 if all_kept else 1
 
 
+def ratio_remarks(results, ratios):
+    """`(lines, whether all limits are kept)` of medians over others.
+
+    Args:
+        results: by name.
+        ratios: triples of names, and the limit of the first one's median over the second one's, or None.
+    """
+    lines, all_kept = [], True
+    for name, base, limit in ratios:
+        ratio = results[name].median / results[base].median
+        shown = "" if limit is None else f"; {verdict(ratio, limit)}"
+        lines.append(f"- {name}: {ratio:.3f} of {base}{shown}")
+        all_kept = all_kept and (limit is None or ratio <= limit)
+    return lines, all_kept
+
+
+def verdict(ratio, limit):
+    """Whether a limit is kept, in words."""
+    return f"limit {limit:g}, {'kept' if ratio <= limit else 'EXCEEDED'}"
+
+
 def _options(title):
     parser = argparse.ArgumentParser(description=title)
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the figures there, as a JSON list")

@@ -10,7 +10,7 @@ import sys
 
 import mindspore as ms
 import numpy as np
-from harness import Variant, run_benchmark
+from harness import Variant, run_benchmark, verdict
 from mindspore import Tensor, nn, ops
 from transfers import transfer_variants
 
@@ -169,9 +169,8 @@ def remarks(results):
             ideal = simulate(table).makespan / (3 * MICRO_BATCHES * STAGES * chunks)
             line = f"- {name}/{mode}: {ratio:.3f} of single/{mode}; ideal {ideal:.4f}, {ratio / ideal:.3f} of that"
             if name == "1f1b":
-                kept = ratio <= LIMIT
-                all_kept = all_kept and kept
-                line += f"; limit {LIMIT:g}, {'kept' if kept else 'EXCEEDED'}"
+                all_kept = all_kept and ratio <= LIMIT
+                line += f"; {verdict(ratio, LIMIT)}"
             lines.append(line)
     return lines, all_kept
 

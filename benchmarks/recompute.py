@@ -12,7 +12,7 @@ import sys
 
 import numpy as np
 import recompute_memory
-from harness import Variant, run_benchmark
+from harness import Variant, ratio_remarks, run_benchmark, verdict
 from recompute_memory import (
     BATCH,
     HEADS,
@@ -95,12 +95,8 @@ def remarks(results):
 
 def time_remarks(results):
     """Times over those without; `(lines, whether all limits are kept)`."""
-    lines, all_kept = [], True
-    for (variant, mode), limit in LIMITS.items():
-        ratio = results[f"{variant}/{mode}"].median / results[f"none/{mode}"].median
-        all_kept = all_kept and ratio <= limit
-        lines.append(f"- {variant}/{mode}: {ratio:.3f} of none/{mode} in time; {verdict(ratio, limit)}")
-    return lines, all_kept
+    limits = [(f"{variant}/{mode}", f"none/{mode}", limit) for (variant, mode), limit in LIMITS.items()]
+    return ratio_remarks(results, limits)
 
 
 def memory_remarks(memory):
@@ -122,11 +118,6 @@ def memory_remarks(memory):
                 f"none/{mode}; predicted {found['predicted']:.1f} MB, off by {error:.4f}; {verdict(error, KEPT_LIMIT)}"
             )
     return lines, all_kept
-
-
-def verdict(ratio, limit):
-    """Whether a limit is kept, in words."""
-    return f"limit {limit:g}, {'kept' if ratio <= limit else 'EXCEEDED'}"
 
 
 if __name__ == "__main__":

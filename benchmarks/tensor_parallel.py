@@ -12,7 +12,7 @@ from itertools import count
 
 import mindspore as ms
 import numpy as np
-from harness import Variant, run_benchmark
+from harness import Variant, ratio_remarks, run_benchmark
 from mindspore import Tensor, ops
 from tensor_parallel_models import HandwrittenDecoderLayer, HandwrittenMLPLayer, MLPLayer, Stack
 
@@ -181,24 +181,14 @@ def remarks(results):
     Returns:
         `(lines, whether all limits are kept)`.
     """
-    lines, all_kept = [], True
+    ratios = []
     for model in ("mlp", "transformer"):
         for mode in ("pynative", "jit"):
-            ratio = results[f"{model}/generated/{mode}"].median / results[f"{model}/handwritten/{mode}"].median
-            kept = ratio <= MODEL_LIMIT
-            all_kept = all_kept and kept
-            verdict = f"limit {MODEL_LIMIT:g}, {'kept' if kept else 'EXCEEDED'}"
-            lines.append(f"- {model}/generated/{mode}: {ratio:.3f} of {model}/handwritten/{mode}; {verdict}")
-        ratio = results[f"{model}/generated/jit"].median / results[f"{model}/generated/pynative"].median
-        lines.append(f"- {model}/generated/jit: {ratio:.3f} of {model}/generated/pynative")
-        ratio = results[f"{model}/eager"].median / results[f"{model}/handwritten/pynative"].median
-        lines.append(f"- {model}/eager: {ratio:.3f} of {model}/handwritten/pynative")
-    for kind, base, limit in LIMITS:
-        ratio = results[f"op/matmul/{kind}"].median / results[f"op/matmul/{base}"].median
-        all_kept = all_kept and ratio <= limit
-        verdict = f"limit {limit:g}, {'kept' if ratio <= limit else 'EXCEEDED'}"
-        lines.append(f"- op/matmul/{kind}: {ratio:.2f} of op/matmul/{base}; {verdict}")
-    return lines, all_kept
+            ratios.append((f"{model}/generated/{mode}", f"{model}/handwritten/{mode}", MODEL_LIMIT))
+        ratios.append((f"{model}/generated/jit", f"{model}/generated/pynative", None))
+        ratios.append((f"{model}/eager", f"{model}/handwritten/pynative", None))
+    ratios += [(f"op/matmul/{kind}", f"op/matmul/{base}", limit) for kind, base, limit in LIMITS]
+    return ratio_remarks(results, ratios)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import sys
 
 import mindspore as ms
 import numpy as np
-from harness import Variant, run_benchmark
+from harness import Variant, ratio_remarks, run_benchmark
 from mindspore import Tensor, nn, ops
 from tensor_parallel_models import Stack
 
@@ -217,14 +217,8 @@ def repeated(collective, x):
 
 def remarks(results):
     """Ratios that have a limit, and what bare collectives take of a step; `(lines, whether all limits are kept)`."""
-    lines, all_kept = [], True
-    for mode in MODES:
-        for name, base, limit in LIMITS:
-            ratio = results[f"{name}/{mode}"].median / results[f"{base}/{mode}"].median
-            kept = ratio <= limit
-            all_kept = all_kept and kept
-            verdict = f"limit {limit:g}, {'kept' if kept else 'EXCEEDED'}"
-            lines.append(f"- {name}/{mode}: {ratio:.3f} of {base}/{mode}; {verdict}")
+    limits = [(f"{name}/{mode}", f"{base}/{mode}", limit) for mode in MODES for name, base, limit in LIMITS]
+    lines, all_kept = ratio_remarks(results, limits)
     for name, result in results.items():
         if name.startswith("bare/"):
             shares = (f"{result.median / results[f'single/{mode}'].median:.3f} of single/{mode}" for mode in MODES)

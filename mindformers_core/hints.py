@@ -1,12 +1,10 @@
 """Texts of errors and reports: what an error says, the nearest known name, numbers of bytes. Pure Python."""
 
-import math
 import re
 from difflib import get_close_matches
 from pathlib import Path
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-_POWERS = ("", "k", "M", "G", "T", "P", "E")
 _RULE = re.compile(r"(?:^|\n)\s*-{20,}\s*")  # between a message of MindSpore and its C++ stack, or around its title
 _NO_KERNEL = re.compile(
     r"(?:The kernel (?=\w+ unregistered)|Unsupported op \[|Create kernelmod for op |Not found op )(\w+)"
@@ -85,12 +83,3 @@ def rate_shown(rate):
     """Bytes a second, as `"25 GB/s"`."""
     rate /= 1e9
     return f"{rate:.0f} GB/s" if rate >= 100 else f"{rate:.3g} GB/s"
-
-
-def operations_shown(count):
-    """`"1.5 GFLOP"`; `"0"` for none."""
-    if not count:
-        return "0"
-    unit = min(int(math.log10(count) / 3 + 1e-12), len(_POWERS) - 1)
-    scaled = count / 1000**unit
-    return f"{scaled:.3g} {_POWERS[unit]}FLOP" if scaled < 100 else f"{scaled:.0f} {_POWERS[unit]}FLOP"

@@ -1,7 +1,8 @@
-"""Context managers: errors that say where they happened, and attributes with other values for a while. Pure Python."""
+"""Errors that say where they happened, attributes with other values for a while, and what is done once. Pure Python."""
 
-import inspect
 from contextlib import contextmanager
+from functools import wraps
+from threading import Lock
 
 from mindformers_core.hints import message_of
 
@@ -22,12 +23,14 @@ def errors_at(where, behind="", kinds=(TypeError, ValueError)):
 @contextmanager
 def replaced(owner, **attributes):
     """While open, attributes of an object have other values."""
-    before = {name: inspect.getattr_static(owner, name) for name in attributes}
-    _assign(owner, attributes)
+    before = {name: vars(owner)[name] for name in attributes if name in vars(owner)}  # others are inherited
+    for name, value in attributes.items():
+        setattr(owner, name, value)
     try:
         yield
     finally:
-        _assign(owner, before)
+        for name in attributes:
+            setattr(owner, name, before[name]) if name in before else delattr(owner, name)
 
 
 @contextmanager
@@ -41,6 +44,14 @@ def entered(table, name, value):
         table[name] = before
 
 
-def _assign(owner, attributes):
-    for name, value in attributes.items():
-        setattr(owner, name, value)
+def once(function):
+    """`function` at the first call in this process, while other threads wait for it; nothing at later calls."""
+    lock, done = Lock(), []
+
+    @wraps(function)
+    def first():
+        with lock:
+            if not done:
+                done.append(function())
+
+    return first

@@ -127,7 +127,7 @@ def run_ranks(plan, inputs, state=None):
     for rank, graph in graphs.items():
         known[rank].update((constant.value.id, Tensor(constant.array)) for constant in graph.constants)
     for nodes in zip(*(graph.nodes for graph in graphs.values()), strict=True):
-        if nodes[0].operator in ("Redistribute", "Shift"):
+        if nodes[0].operator in ("Redistribute", "Step"):
             redistribute(plan, nodes[0], known)
         elif nodes[0].operator == "RandomState":
             for values in known.values():

@@ -8,10 +8,12 @@ import pytest
 from support.diff_runs import DP, PP, TP, ZERO3, Planted, at_one_place, coarse, recorded, rolled, scaled, stale
 from support.nightly import daily
 
+from mindformers_core.communication import world
 from mindformers_core.communication.simulated import SimulatedRanks
 from mindformers_core.diff.parting import part
 from mindformers_core.diff.report import report
 from mindformers_core.optimizers.adamw import AdamW
+from mindformers_core.program.observer import Instrumentation
 from mindformers_core.zero.gradient_reducer import GradientReducer
 
 LAYER = "model.layers.1"
@@ -127,16 +129,14 @@ def _with_step(run_step):
 
 def _stale_constant(monkeypatch):
     """One rank has the rotary table of other positions."""
-    from mindformers_core.diff.recorder import DigestRecorder
+    loaded = Instrumentation.loaded
 
-    loaded = DigestRecorder.loaded
-
-    def changed(recorder, module, source):
-        loaded(recorder, module, source)
-        if recorder.rank == 1:
+    def changed(given, module, source):
+        loaded(given, module, source)
+        if world().rank == 1:
             module.constant_1 = rolled(0)(module.constant_1)
 
-    monkeypatch.setattr(DigestRecorder, "loaded", changed)
+    monkeypatch.setattr(Instrumentation, "loaded", changed)
 
 
 # name -> (overrides of the mesh, the fault, what differs first: kind, Cell or parameter, operator)

@@ -11,6 +11,7 @@ from support.launch import ROOT
 
 from mindformers_core import explain
 from mindformers_core.communication import shutdown
+from mindformers_core.sharding.plan_passes import PASSES
 from mindformers_core.trainer.data import open_dataset
 from mindformers_core.trainer.recipe import accumulation_steps, mesh_shape
 from mindformers_core.trainer.recipe_loader import load_recipe
@@ -43,6 +44,16 @@ def test_the_house_in_the_readme_is_the_house():
     named = {name.rstrip("/") for row in rows for name in re.findall(r"`([^`]+)`", row)}
     there = {path.name for path in (ROOT / "mindformers_core").iterdir() if not path.name.startswith("_")}
     assert named == there
+
+
+def test_stations_and_passes_of_contributing_are_there():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    named = re.findall(r"`([\w/]+\.py)::(\w+)`", text)
+    read = {file: (ROOT / "mindformers_core" / file).read_text(encoding="utf-8") for file, _ in named}
+    missing = [each for each in named if not re.search(rf"^(def|class) {each[1]}\b", read[each[0]], re.MULTILINE)]
+    assert len(named) > 20 and not missing
+    places = [text.find(f"{number}. {each.__doc__.rstrip('.')} (") for number, each in enumerate(PASSES, 1)]
+    assert -1 not in places and places == sorted(places)
 
 
 def commands():

@@ -6,7 +6,9 @@ import pytest
 from mindspore import Tensor
 
 from mindformers_core.algorithms.draws import whole_context
-from mindformers_core.algorithms.dropout import connect_generator, counters, dropout_with_mask, next_random_state
+from mindformers_core.algorithms.dropout import counters, dropout_with_mask, next_random_state
+from mindformers_core.dtensor.interception import intercept_operators
+from mindformers_core.mindspore_private import connect_generator
 
 SIZE = 1024
 
@@ -76,6 +78,7 @@ def draw():
 
 
 def test_graphs_and_pynative_draw_from_one_generator():
+    intercept_operators()
     compiled = ms.jit(draw)
     for seed in (5, 6):
         ms.manual_seed(seed)

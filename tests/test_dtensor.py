@@ -157,12 +157,14 @@ def test_a_rule_that_foretells_another_shape_is_named(monkeypatch):
 
 
 def test_numbers_in_arguments_are_told_apart():
-    """`1`, `1.0` and `True` are equal, and yet other programs; so are attributes of classic primitives."""
+    """`1`, `1.0` and `True` are equal, and yet other programs, as 0.0 and -0.0; so are attributes of primitives."""
     x = distribute_tensor(Tensor(ARRAY.astype(np.int32)), layout("dp"), MESH)
     for one, dtype in ((1, ms.int32), (1.0, ms.float32), (True, ms.int32)):
         assert (x * one).dtype == dtype and (x * one)._meta.dtype == str(dtype).lower()
     assert (x * 2).to_local()[0, 1] == 2 and (x * 3).to_local()[0, 1] == 3
     y = placed(None, "tp")
+    zeros = [ops.masked_fill(y, y == y, zero).to_local().asnumpy() for zero in (0.0, -0.0)]
+    assert [np.signbit(zero).all() for zero in zeros] == [False, True]
     assert [len(ops.Unstack(axis=axis)(y)) for axis in (0, 1)] == [4, 8]
     columns, rows = (ops.Sort(axis=axis, descending=True)(y)[0] for axis in (0, 1))
     assert columns.layout == y.layout and rows.layout != y.layout

@@ -239,7 +239,7 @@ def test_the_picture_of_a_budget(tmp_path):
     said = write_curve(net, tmp_path / "curve.svg")
     (choice,) = tree_of(net).activations.choices.values()
     assert said.startswith("recompute, budget 0.5: ") and choice.saved_bytes <= choice.all_bytes / 2
-    share = f"{100 * choice.flops / choice.forward_flops:.1f} %"
+    share = f"{100 * choice.seconds / choice.forward_seconds:.1f} %"
     assert f", {share} of the forward pass\n" in said
     assert f", {share}</text>" in (tmp_path / "curve.svg").read_text(encoding="utf-8")
     assert "  model.layers.0-2.mlp.SiLU " in said

@@ -11,11 +11,11 @@ from functools import partial
 from types import SimpleNamespace
 
 from mindspore import Tensor, dtype as mstype, ops
-from mindspore._c_expression import typing
 
 from mindformers_core.algorithms import dropout
 from mindformers_core.algorithms.dropout import counters, next_random_state, uniform_bits
 from mindformers_core.algorithms.redistribute import meta_of
+from mindformers_core.mindspore_private import type_id_to_type
 from mindformers_core.operators import TensorMeta, signature_of
 from mindformers_core.program.structure import tree_fill, tree_leaves, tree_map
 
@@ -104,7 +104,7 @@ def _fraction(bits, digits, dtype):
 
 def _name(dtype):
     """The name of a dtype, which may be its number or a name."""
-    return str(typing.type_id_to_type(dtype) if isinstance(dtype, int) else dtype).lower()
+    return str(type_id_to_type(dtype) if isinstance(dtype, int) else dtype).lower()
 
 
 def dtype_of(dtype):

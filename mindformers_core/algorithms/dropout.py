@@ -17,13 +17,13 @@ import numpy as np
 from mindspore import Tensor, dtype as mstype, ops
 from mindspore.common.generator import default_generator
 
+from mindformers_core.mindspore_private import draw_state
 from mindformers_core.operators.rules.attention import key_length
 from mindformers_core.splitmix import GOLDEN
 
 # Number of an operator's arguments before its seeds, which differ from layer to layer or from call to call.
 WITHOUT_SEEDS = {"Dropout": 2}
 
-STEP = Tensor(12, mstype.int64)  # by which a draw advances the generator: that of MindSpore's own operators
 _BLOCK = 40  # bits: 9e10 draws, and 8e6 blocks
 _SEEDS, _OFFSETS = 0xD1342543DE82EF95, 0xAF251AF3B0F025B5  # factors of seeds and offsets in a counter
 _FIRST_COLUMN = 1 << 62  # columns count from here, so that no row has the same counter
@@ -35,7 +35,7 @@ def next_random_state():
     `mindspore.manual_seed` resets the generator, `mindspore.get_rng_state` saves its state, and a recomputation draws
     the numbers of the forward pass. All ranks have to make the same draws. Compiles.
     """
-    seed, offset = default_generator._step(STEP)
+    seed, offset = draw_state()
     return ops.reshape(seed, ()), ops.reshape(offset, ())  # a graph gives them one dim
 
 
@@ -63,18 +63,6 @@ def draws_of(block, first=None):
 def block_of(replica, run=0, micro_index=0, micro_batch_num=1):
     """The block of a pass: a batch is cut into runs, these over replicas (place, number), these into micro-batches."""
     return (run * replica[1] + replica[0]) * micro_batch_num + micro_index
-
-
-def connect_generator(generator):
-    """Make PyNative and graphs share the seed of MindSpore's default generator; called once, at import.
-
-    MindSpore 2.10 replaces the tensor of the generator's parameter after PyNative has stored the first one: graphs then
-    draw from a seed that differs from process to process and that `mindspore.manual_seed` doesn't set.
-    """
-    state = generator.get_state()
-    generator.__init__()
-    generator.set_state(state)
-    generator._generator.recompute(False)  # a graph would draw anew in the recomputation
 
 
 def dropout_with_mask(_, args, context):
@@ -172,6 +160,3 @@ def _flat_positions(shape, slices):
     """Position in a whole tensor, flattened, of every element of a part."""
     index = np.ix_([0], *(np.arange(part.start, part.stop) for part in slices))  # no dims at all have one position
     return np.ravel_multi_index(index, (1, *shape)).ravel().astype(np.uint64)
-
-
-connect_generator(default_generator)

@@ -7,7 +7,7 @@ from mindspore import Tensor, dtype as mstype, ops
 from mindformers_core.communication import communicator, process_state, world
 from mindformers_core.dtypes import dtype_name, wire_dtype
 from mindformers_core.operators import tensor_meta
-from mindformers_core.redistribution import ASCEND, CPU, GPU, plan_redistribution, shift_step
+from mindformers_core.redistribution import ASCEND, CPU, GPU, plan_redistribution
 
 _DEVICE_MODELS = {"CPU": CPU, "GPU": GPU, "Ascend": ASCEND}
 
@@ -39,16 +39,11 @@ def redistribute_local(local, source, target, shape=None, model=None):
         return local
     shape = source.global_shape(local.shape) if shape is None else shape
     model = model or model_of_device(source.mesh)
-    return _run(plan_redistribution(source, target, shape, dtype_name(local.dtype), model).steps, local)
+    return steps_local(local, *plan_redistribution(source, target, shape, dtype_name(local.dtype), model).steps)
 
 
-def shift_local(local, mesh, axes, distance):
-    """This rank's tensor after a `shift_step` of all ranks' tensors `local`; differentiable."""
-    return _run([shift_step(mesh, axes, distance, local.shape, dtype_name(local.dtype))], local)
-
-
-def _run(steps, local):
-    """A local tensor after some steps, which send it in its `wire_dtype`."""
+def steps_local(local, *steps):
+    """`local`, this rank's tensor, after some `Step`s, which send it in its `wire_dtype`; differentiable."""
     name = dtype_name(local.dtype)
     is_cast = wire_dtype(name) != name
     sent = ops.cast(local, getattr(mstype, wire_dtype(name))) if is_cast else local

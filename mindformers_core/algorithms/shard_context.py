@@ -8,11 +8,13 @@ import numpy as np
 from mindspore import Tensor, dtype as mstype
 
 from mindformers_core.algorithms.dropout import counters, next_random_state
-from mindformers_core.algorithms.redistribute import redistribute_local, shift_local
+from mindformers_core.algorithms.redistribute import redistribute_local, steps_local
 from mindformers_core.communication import world
+from mindformers_core.dtypes import dtype_name
 from mindformers_core.layout import Layout
 from mindformers_core.program.structure import tree_leaves
 from mindformers_core.propagation.operators import TENSORS
+from mindformers_core.redistribution import shift_step
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class ShardContext:
         shapes: the global shape of every tensor input.
         rank: the rank that runs, or for which it is written down.
         redistribute: `redistribute(local, source, target)` takes a local tensor from one layout to another.
-        shift_along: `shift_along(local, mesh, axes, distance)` runs a `shift_step`.
+        run_step: `run_step(local, step)` runs a `Step`.
         next_random_state: gives seed and offset of the next random draw.
         halos: of the operator's `LocalCall`.
         output: layout and global shape of the first result.
@@ -39,7 +41,7 @@ class ShardContext:
     shapes: tuple
     rank: int
     redistribute: Callable = redistribute_local
-    shift_along: Callable = shift_local
+    run_step: Callable = steps_local
     next_random_state: Callable = next_random_state
     halos: dict = field(default_factory=dict)
     output: tuple = ()
@@ -96,7 +98,9 @@ class ShardContext:
 
     def shift(self, local, distance):
         """The tensor of the rank whose part is `distance` before this one, in a ring."""
-        return self.shift_along(local, self.mesh, self.axes, distance) if distance % self.count else local
+        if distance % self.count == 0:
+            return local
+        return self.run_step(local, shift_step(self.mesh, self.axes, distance, local.shape, dtype_name(local.dtype)))
 
     def _made_whole(self, local, dims, partial_ops, varying):
         whole = Layout.on(self.mesh, [()] * local.ndim, varying=self.axes if varying else ())

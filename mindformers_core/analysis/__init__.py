@@ -1,1 +1,1 @@
-"""Costs of a plan: saved tensors, peak memory, operations, traffic. Pure Python."""
+"""Costs of a plan: saved tensors, peak memory, forward time, traffic. Pure Python."""

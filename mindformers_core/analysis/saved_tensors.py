@@ -18,9 +18,7 @@ from mindformers_core.program.environment import follow
 from mindformers_core.program.plan import CallPlan, Redistribution
 from mindformers_core.program.structure import tree_leaves
 from mindformers_core.propagation.algorithms import through_algorithm
-from mindformers_core.redistribution.steps import STEP_KINDS
-
-_EXTREMES = frozenset(("max", "min"))
+from mindformers_core.redistribution.steps import EXTREMES, STEP_KINDS
 
 
 def traced(plan, known, dropped=frozenset(), on_host=frozenset(), algorithm=None, arguments_need=True):
@@ -190,7 +188,7 @@ class _TraceBuilder:
                 views["view"] = True
             how = (strides, tensor, views[kind]) if kind in views and strides is not None else ()
             moved = self.made(run, tensor.value, step.output_shape, tensor.requires_grad, *how)
-            counts_holders = step.op in _EXTREMES and kind not in views
+            counts_holders = step.op in EXTREMES and kind not in views
             run.saved.extend([tensor, moved] if tensor.requires_grad and counts_holders else [])
             tensor = moved
         return tensor

@@ -11,29 +11,30 @@ from mindformers_core.algorithms.distributed_operators import run_locally
 from mindformers_core.algorithms.redistribute import meta_of
 from mindformers_core.algorithms.shard_context import shard_context
 from mindformers_core.capture.capture import capture
-from mindformers_core.dtypes import dtype_name
-from mindformers_core.operators import tensor_meta
-from mindformers_core.program.structure import tree_leaves, tree_map
-from mindformers_core.propagation.operators import call_shapes
-from mindformers_core.redistribution import plan_redistribution, shift_step
+from mindformers_core.operators import TensorMeta, tensor_meta
+from mindformers_core.program.structure import tree_fill, tree_leaves, tree_map
+from mindformers_core.propagation.algorithms import algorithm_price, algorithm_steps
+from mindformers_core.propagation.operators import call_shapes, operator_plan
+from mindformers_core.redistribution import plan_redistribution
 
 
-def algorithm_of(plan):
+def algorithm_of(plan, rank=None):
     """Pair of an algorithm's `CellGraph` and, for each of its nodes, the `Step`s of a redistribution or None.
 
     Args:
         plan: an `OperatorPlan` that has an `algorithm`.
+        rank: see `algorithm_graph`. Default: the first one of the mesh.
 
     Raises:
         CaptureError: the algorithm looks at values.
     """
-    graph = algorithm_graph(plan, plan.outputs[0].mesh.rank_list[0])
+    graph = algorithm_graph(plan, plan.outputs[0].mesh.rank_list[0] if rank is None else rank)
     return graph, [redistribution_steps(plan, node) for node in graph.nodes]
 
 
 def redistribution_steps(plan, node):
     """The `Step`s of a node of an `OperatorPlan`'s algorithm that communicates; None for any other."""
-    if node.operator == "Shift":
+    if node.operator == "Step":
         return (node.args[1],)
     if node.operator != "Redistribute":
         return None
@@ -41,7 +42,7 @@ def redistribution_steps(plan, node):
     return plan_redistribution(source, target, shape, value.dtype, plan.device_model).steps
 
 
-def algorithm_graph(plan, rank=None):
+def algorithm_graph(plan, rank):
     """The graph of a distributed algorithm, which replaces a sharded operator, on local shapes.
 
     Four kinds of nodes are special:
@@ -49,12 +50,12 @@ def algorithm_graph(plan, rank=None):
     - the operator itself, under its own name, with other tensors among its arguments;
     - `Redistribute(value, source, target, shape)`, which moves a local tensor from one `Layout` to another; `shape` is
       the global one;
-    - `Shift(value, step)`, a `shift_step`;
+    - `Step(value, step)`, which runs a `Step`;
     - `RandomState()`, which gives seed and offset of a random draw (`next_random_state` in `dropout.py`).
 
     Args:
         plan: the `OperatorPlan` of an operator that has an `algorithm`.
-        rank: for which rank; default: this process's. Graphs of different ranks differ in constants only.
+        rank: for which rank. Graphs of different ranks differ in constants only.
 
     Returns:
         A `CellGraph`. Its arguments are the operator's tensors, in the order of `tree_leaves((node.args,
@@ -72,6 +73,32 @@ def algorithm_graph(plan, rank=None):
     return graph
 
 
+def eager_algorithm_price(func, primitive, args, kwargs, call, resolution):
+    """The `Price` of the steps of the distributed algorithm of a `Resolution` of an eager call.
+
+    Args:
+        func, primitive, args, kwargs: the operator as `__fallback__` gets it, its classic primitive or None, and its
+            arguments, with a `TensorMeta` in the place of every tensor.
+        call: its `OperatorCall`.
+    """
+    made = _Call(func, primitive, args, kwargs)
+    node = capture(made, *[tensor_meta(meta.shape, meta.dtype) for meta in call.metas]).nodes[-1]
+    return algorithm_price(call, algorithm_steps(operator_plan(node, call, resolution), algorithm_of))
+
+
+class _Call(nn.Cell):
+    """One call of an operator, to be captured."""
+
+    def __init__(self, func, primitive, args, kwargs):
+        super().__init__()
+        self.call = func, primitive, args, kwargs
+
+    def construct(self, *tensors):
+        func, primitive, args, kwargs = self.call
+        args, kwargs = tree_fill((args, kwargs), tensors, TensorMeta)
+        return tensors[0].__fallback__(func, args if primitive is None else (primitive, func.name, args), kwargs)
+
+
 def called_node(node, args):
     """The `OperatorNode` with these arguments: without its primitive where an algorithm has changed its attributes."""
     changed = node.primitive and args[node.primitive.inputs :] != node.args[node.primitive.inputs :]
@@ -87,7 +114,7 @@ class _Algorithm(nn.Cell):
 
     def construct(self, *tensors):
         self.recorder = tensors[0].recorder
-        hooks = {"redistribute": self._move, "shift_along": self._shift}
+        hooks = {"redistribute": self._move, "run_step": self._step}
         cut = replace(self.cut, **hooks, next_random_state=self.recorder.random_state)
         return run_locally(self.plan, tensors, self._operator, cut)
 
@@ -98,11 +125,10 @@ class _Algorithm(nn.Cell):
         meta = self.recorder.meta(target.local_shape(shape), local.dtype)
         return self.recorder.add_node("Redistribute", "function", args, {}, meta)
 
-    def _shift(self, local, mesh, axes, distance):
-        """As `shift_local`, recorded as a node."""
-        step = shift_step(mesh, axes, distance, local.shape, dtype_name(local.dtype))
-        args, meta = self.recorder.stand_in((local, step)), self.recorder.meta(tuple(local.shape), local.dtype)
-        return self.recorder.add_node("Shift", "function", args, {}, meta)
+    def _step(self, local, step):
+        """As `steps_local` of one step, recorded as a node."""
+        args, meta = self.recorder.stand_in((local, step)), self.recorder.meta(step.output_shape, local.dtype)
+        return self.recorder.add_node("Step", "function", args, {}, meta)
 
     def _operator(self, args, kwargs):
         """The operator of the plan; the algorithm may have changed its attributes, which are among the arguments."""

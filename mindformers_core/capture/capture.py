@@ -14,17 +14,11 @@ from functools import cache, partial
 from types import MappingProxyType
 
 import mindspore as ms
-from mindspore import DeviceCtx, Parameter, Tensor, dtype as mstype, nn, ops
-from mindspore._c_expression import MixedPrecisionType
-from mindspore.common.device import _DEVICE_STACK
-from mindspore.common.generator import default_generator
-from mindspore.graph import jit_trace
-from mindspore.graph._utils.pijit_context import PIJitCaptureContext
-from mindspore.graph.api import _JitExecutor, _no_grad, _PyNativeExecutor
+from mindspore import Parameter, Tensor, dtype as mstype, nn, ops
 from mindspore.ops import functional_overload
-from mindspore.ops.composite import base
 from mindspore.utils import MsDispatchMode
 
+from mindformers_core import mindspore_private as private
 from mindformers_core.capture.open_call import computed_in
 from mindformers_core.capture.python_state import CURES, attributes_of_any_cell
 from mindformers_core.capture.recording import Recorder
@@ -53,16 +47,16 @@ _CAPTURES = 3  # of a call whose construct changes what it reads, until nothing 
 
 # Entry points of `@ms.jit` in each of its modes, ast, trace and bytecode; and functions that run the call as Python
 _WITHOUT_COMPILING = (
-    (_JitExecutor, "__call__", lambda executor, *args, **kwargs: executor.fn(*args, **kwargs)),
-    (jit_trace, "_jit_trace_begin", lambda *args, **kwargs: True),
-    (jit_trace, "_jit_trace_end", lambda result, **kwargs: result),
-    (PIJitCaptureContext, "__enter__", lambda context: context),
-    (PIJitCaptureContext, "__exit__", lambda *raised: None),
+    (private.JitExecutor, "__call__", lambda executor, *args, **kwargs: executor.fn(*args, **kwargs)),
+    (*private.TRACE_BEGIN, lambda *args, **kwargs: True),
+    (*private.TRACE_END, lambda result, **kwargs: result),
+    (private.PIJitCaptureContext, "__enter__", lambda context: context),
+    (private.PIJitCaptureContext, "__exit__", lambda *raised: None),
     (functional_overload, "einsum", _einsum),
-    (_PyNativeExecutor, "grad", refused),  # of `ms.vjp`
-    *((kind, "__call__", refused) for kind in (base._Grad, base._Vmap, base.GradOperation, base._TaylorOperation)),
+    (private.PyNativeExecutor, "grad", refused),  # of `ms.vjp`
+    *((kind, "__call__", refused) for kind in (ops.GradOperation, *private.DIFFERENTIATING)),
 )
-_WIDTHS = MixedPrecisionType.FP16, MixedPrecisionType.FP32, MixedPrecisionType.BF16
+_WIDTHS = private.MixedPrecisionType.FP16, private.MixedPrecisionType.FP32, private.MixedPrecisionType.BF16
 _CASTS = dict(zip(_WIDTHS, (mstype.float16, mstype.float32, mstype.bfloat16)))
 
 
@@ -111,19 +105,18 @@ def _captured(cell, inputs, named_inputs):
         raise ValueError(f"{cell_label('', cell)} is sharded already: capture() takes the single-card model")
     recorder = Recorder(CapturedTree(cell))
     with ExitStack() as scope:
+        scope.enter_context(draws_by_position(False))  # which puts into MindSpore what is replaced here
         # Not by `MS_JIT=0`: a process that another thread starts meanwhile would inherit it, and never compile.
-        for owner, name, function in (*_WITHOUT_COMPILING, *creating_functions()):
+        drawing = *private.DRAW, lambda step: recorder.random_state()
+        for owner, name, function in (*_WITHOUT_COMPILING, *creating_functions(), drawing):
             scope.enter_context(replaced(owner, **{name: function}))
         mode = ms.get_context("mode")
         if mode != ms.PYNATIVE_MODE:
             ms.set_context(mode=ms.PYNATIVE_MODE)
             scope.callback(ms.set_context, mode=mode)
-        if ms.get_context("device_target") == "meta":
-            targets = [device for device, _ in _DEVICE_STACK.get_stack() if device != "meta"]
-            scope.enter_context(DeviceCtx(targets[0]))  # that around all `DeviceCtx("meta")` blocks
+        scope.enter_context(private.outside_of_meta())
         scope.callback(ms.set_rng_state, ms.get_rng_state())
-        scope.enter_context(_no_grad())
-        scope.enter_context(draws_by_position(False))
+        scope.enter_context(private.no_grad())
         scope.enter_context(adoptions())
         scope.enter_context(recorder.tree.traced(recorder))
         set_item = set_item_of(Traced, lambda tensor, _: recorder.adopt(tensor))
@@ -134,8 +127,6 @@ def _captured(cell, inputs, named_inputs):
             "assign_value": _counted(recorder, Tensor.assign_value),
         }
         scope.enter_context(replaced(Tensor, **tensor_methods))
-        default_generator._step = lambda step: recorder.random_state()
-        scope.callback(delattr, default_generator, "_step")
         scope.enter_context(_Dispatched(recorder))
         args, named = tree_map(recorder.input, (inputs, named_inputs))
         profiler = sys.getprofile()  # that of cProfile is no function
@@ -198,10 +189,10 @@ class CapturedTree:
                 for name, value in attributes.items():
                     cell.__dict__[name] = self._trace(value, self.path(cell), name, recorder)
                 # neither initialised nor recorded for a gradient when it is called; the recorder casts for `to_float`
-                cell.__dict__.update(_recorder=recorder, mixed_precision_type=None, requires_grad=False, _init_flag=1)
+                vars(cell).update(private.BUILT, _recorder=recorder, mixed_precision_type=None, requires_grad=False)
                 cell.__class__ = _captured_class(kind)
             for cell, kind, attributes in before:
-                if attributes["_cells"] or hasattr(kind, "__len__"):
+                if attributes[private.CELLS] or hasattr(kind, "__len__"):
                     recorder.reads.cells(cell, inspect.unwrap(kind.construct).__code__)
             yield
         finally:
@@ -230,7 +221,7 @@ class CapturedTree:
             keys, entries = range(len(value)), value
         else:
             return value
-        is_table = name in ("_params", "_buffers", "_params_list")  # of MindSpore: its keys are names of attributes
+        is_table = name in private.PARAMETER_TABLES  # its keys are names of attributes
         names = [key if is_table else f"{name}.{key}" for key in keys]
         traced = [self._trace(entry, path, inner, recorder) for entry, inner in zip(entries, names)]
         if all(entry is other for entry, other in zip(traced, entries)):
@@ -244,7 +235,8 @@ class CapturedTree:
 def _paths_from(cell):
     """Identity of every Cell and Parameter below `cell` -> its path from there; none of a name that has dots itself."""
     parts = *cell.parameters_and_names(), *cell.cells_and_names()
-    dotted = {id(p) for _, child in cell.cells_and_names() for name, p in child._params.items() if "." in name}
+    named = [private.parameters_of(child).items() for _, child in cell.cells_and_names()]
+    dotted = {id(parameter) for items in named for name, parameter in items if "." in name}
     return {id(part): path for path, part in parts if path and id(part) not in dotted}
 
 
@@ -263,7 +255,7 @@ class _CapturedCell:
 
     def __setattr__(self, name, value):
         """As MindSpore's: `self.steps += 1` writes a Parameter."""
-        held = self.__dict__["_params"].get(name)
+        held = private.parameters_of(self).get(name)
         if type(held) is not Traced or not isinstance(value, Tensor):
             super().__setattr__(name, value)
             if name not in _UNREAD:

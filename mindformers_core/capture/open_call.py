@@ -4,12 +4,12 @@ from collections import namedtuple
 from inspect import Parameter as Argument, signature
 
 from mindspore import Parameter, Tensor, dtype as mstype, ops
-from mindspore._c_expression import typing
 
 from mindformers_core.capture.traced import Traced
 from mindformers_core.dtypes import dtype_name
 from mindformers_core.lowering.aliases import is_view, written_at
 from mindformers_core.lowering.in_place import is_in_place
+from mindformers_core.mindspore_private import Type
 from mindformers_core.operators.signature import is_float
 from mindformers_core.program.graph import CellGraph, Constant, FreeVariable, KeptAttribute, ParameterUse
 from mindformers_core.program.structure import DType, Value, call_signature, tree_leaves, tree_map
@@ -167,7 +167,7 @@ def contents_of(tensor):
 
 def plain_leaf(leaf):
     """The leaf of a graph for a leaf that is no tensor."""
-    return DType(dtype_name(leaf)) if isinstance(leaf, typing.Type) else leaf
+    return DType(dtype_name(leaf)) if isinstance(leaf, Type) else leaf
 
 
 def count_inputs(primitive, args):

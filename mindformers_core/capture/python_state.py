@@ -28,10 +28,11 @@ from mindspore import Tensor, nn
 
 from mindformers_core.capture.traced import Traced, owner_of
 from mindformers_core.dtensor.dtensor import DTensor
+from mindformers_core.mindspore_private import CELLS, FLAGS, PARAMETER_TABLES
 from mindformers_core.program.structure import tree_leaves, tree_map
 
 _MISSING = type("missing", (), {})
-_TABLES = ("_params", "_buffers", "_cells", "_params_list")  # of a Cell, where other attributes are
+_TABLES = (*PARAMETER_TABLES, CELLS)  # of a Cell, where other attributes are
 _FIXED = (tuple, frozenset, partial, types.MethodType)
 _OF_FUNCTION = attrgetter("__code__", "__defaults__", "__kwdefaults__", "__closure__")
 _PARTS = (  # kinds, and function that gives what such a one consists of: first the number of parts, where it varies
@@ -172,7 +173,7 @@ class PythonReads:
 
     def cells(self, cell, code):
         """The Cells in a Cell are read."""
-        self._read(cell, vars(cell).get, "_cells", vars(cell)["_cells"], Read(cell, code, "", "the Cells in it"))
+        self._read(cell, vars(cell).get, CELLS, vars(cell)[CELLS], Read(cell, code, "", "the Cells in it"))
 
     @contextmanager
     def reading(self, cell, construct):
@@ -276,7 +277,7 @@ def _is_captured(one):
 @cache
 def attributes_of_any_cell():
     """Names of what MindSpore itself keeps in a Cell, and changes while it runs."""
-    return frozenset(vars(nn.Cell())) | {"_mutable_flags", "_func_graph_flags", "_recorder"}
+    return frozenset(vars(nn.Cell())) | FLAGS | {"_recorder"}
 
 
 def _parts(one):

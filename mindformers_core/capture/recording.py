@@ -7,7 +7,6 @@ from itertools import repeat
 
 import numpy as np
 from mindspore import DeviceCtx, Parameter, Tensor, dtype as mstype, mint, ops
-from mindspore._c_expression import NoFallbackGuard
 from mindspore.ops import Primitive
 
 from mindformers_core.algorithms.dropout import WITHOUT_SEEDS
@@ -15,12 +14,14 @@ from mindformers_core.capture.open_call import Held, Made, OpenCall, contents_of
 from mindformers_core.capture.python_state import PythonReads
 from mindformers_core.capture.shape_functions import inferred, method_behind, without_shape
 from mindformers_core.capture.traced import CaptureError, Traced, call_site, failed_site
-from mindformers_core.dtensor.dispatch import attributes_of, read_numbers
+from mindformers_core.dtensor.dispatch import read_numbers
 from mindformers_core.dtypes import dtype_name
 from mindformers_core.hints import message_of
 from mindformers_core.lowering.aliases import is_view, note_adopted, share_memory, stale_plain
 from mindformers_core.lowering.compositions import composed
 from mindformers_core.lowering.in_place import is_in_place
+from mindformers_core.lowering.operator_source import attributes_of
+from mindformers_core.mindspore_private import NoFallbackGuard
 from mindformers_core.operators import TensorMeta
 from mindformers_core.program.graph import CallNode, OperatorNode, PrimitiveUse
 from mindformers_core.program.structure import tree_leaves, tree_map
@@ -240,7 +241,9 @@ class Recorder:
         values = self._computing(func, primitive, args, kwargs) if constant else None
         results = self.add_node(name, kind, shown, kwargs, metas, use, attribute, values=values)
         if is_view(name, args, kwargs):
-            share_memory(tree_leaves((args, kwargs), Traced), results)
+            tensors, made = tree_leaves((args, kwargs), Traced), tree_leaves(results, Traced)
+            if made[0].dtype == tensors[0].dtype:  # else a copy
+                share_memory(tensors, made)
         return results
 
     def _computing(self, func, primitive, args, kwargs):

@@ -13,6 +13,7 @@ from mindspore.ops import Primitive
 
 from mindformers_core.lowering.aliases import note_write, unwritable
 from mindformers_core.lowering.indexing import IndexedTensor, of_whole
+from mindformers_core.mindspore_private import make_subclass
 
 _MINDSPORE = str(Path(mindspore.__file__).parent), str(Path(np.__file__).parent)
 _ENGINE = str(Path(__file__).parent.parent)
@@ -39,7 +40,7 @@ class Traced(IndexedTensor):
     @staticmethod
     def around(recorder, meta, entry, original=None, deferred=None):
         """A new one."""
-        tensor = Tensor._make_subclass(Traced, meta)
+        tensor = make_subclass(Traced, meta)
         vars(tensor).update(recorder=recorder, meta=meta, entry=entry, original=original, deferred=deferred)
         return tensor
 

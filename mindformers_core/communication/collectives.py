@@ -112,10 +112,8 @@ def make_collective(kind, mesh, axes, *given, **named):
     op, dims = values.get("op", "sum"), tuple(values[name] for name in row.attributes if name != "op")
     if op not in row.ops:
         raise ValueError(f"unknown reduction {op!r}: choose one of {', '.join(row.ops)}{nearest(op, row.ops)}")
-    if kind == "permute":
-        dims = _routes(mesh, group, *dims)
-    elif kind == "shift":
-        dims = ring(group.size, *dims)
+    if kind in ARGUMENTS:
+        dims = ARGUMENTS[kind](mesh, group, *dims)
     is_extreme = op in EXTREMES and row.source == "partial" and group.size > 1
     forward, backward = (row.forward, row.backward) if is_extreme else row.runs(op)
     cell = _operation(forward, group, 0, dims, op if op in EXTREMES else "sum")
@@ -176,3 +174,7 @@ def _routes(mesh, group, source, target):
     if held[0].keys() != held[1].keys() or len(held[0]) < group.size:
         raise ValueError(f"Permute over {group} can't go from {source} to {target}: not each part has one rank")
     return tuple(tuple(to[part] for part in parts) for parts, to in (held, held[::-1]))
+
+
+# Kind of step -> function of mesh, group and attributes that gives its operation's arguments, where these are others.
+ARGUMENTS = {"permute": _routes, "shift": lambda mesh, group, distance: ring(group.size, distance)}

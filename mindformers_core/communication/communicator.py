@@ -7,6 +7,7 @@ from mindformers_core.communication.world import process_state
 from mindformers_core.hints import nearest
 from mindformers_core.layout import Layout
 from mindformers_core.mesh import DeviceMesh
+from mindformers_core.mindspore_private import needs_gradient
 from mindformers_core.redistribution.steps import STEP_KINDS
 
 
@@ -28,7 +29,7 @@ class _Shared(nn.Cell):
     def __call__(self, x):
         y = self.collective(x)
         places, watch = self.collective.forward_places, process_state().watch
-        if watch is not None and places is not None and y._requires_grad:
+        if watch is not None and places is not None and needs_gradient(y):
             places.append(watch.recorder.place())
         return y
 

@@ -7,9 +7,9 @@ below is the one module-level holder of ours, for all modules of this package. A
 
 import os
 import sys
-import threading
 from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import get_ident
 
 import mindspore as ms
 from mindspore import communication as ms_communication, ops
@@ -17,7 +17,7 @@ from mindspore import communication as ms_communication, ops
 from mindformers_core.hangs.report import LEFT_BEHIND
 from mindformers_core.hangs.watcher import Watch
 from mindformers_core.hints import nearest
-from mindformers_core.program.observer import Observer
+from mindformers_core.program.observer import Instrumentation, Observer
 
 BACKENDS = ("native", "cpu", "fake")
 _LAUNCHERS = (  # (name, a variable that it always sets, that of the rank, that of the number of ranks)
@@ -66,8 +66,11 @@ class World:
 class _ProcessState:
     """State of a process: the world, the hang watcher, the open counters, the observer, and the memos of modules."""
 
+    has_writes = False  # of all threads: whether a distributed tensor was ever changed in place
+
     def __init__(self):
         self._memos = {}  # owner -> its memo
+        self.of_threads = {}  # number of a thread that simulates a rank -> the state of that rank
         self.forget()
 
     @property
@@ -81,12 +84,16 @@ class _ProcessState:
         self.watch = None  # the `Watch` of a rank among several, else None
         self.counters = []  # the `count_collectives` blocks that are open
         self.device_model = None  # by which eager calls plan; None: that of the device
-        self.observer = Observer()  # receives what programs compute
+        self.algorithm_price = None  # of eager calls: `eager_algorithm_price`; None: algorithms cost nothing
+        self.batch_axes = frozenset()  # axes over which eager calls keep tensors cut
+        self.calls = self.memo(None)  # kind of eager call -> its program, which depends on rank and device model
+        # what changes programs, and what receives that which they compute
+        self.instrumentation, self.observer = Instrumentation(), Observer()
         for memo in self._memos.values():
             memo.clear()
 
     def memo(self, owner):
-        """The dict in which `owner`, a module's `__name__`, stores values that are valid for this world only.
+        """The dict in which `owner`, such as a module's `__name__`, stores values that are valid for this world only.
 
         All calls return the same dict, so a module can hold a reference to it; `shutdown()` empties it.
         """
@@ -94,12 +101,11 @@ class _ProcessState:
 
 
 _PROCESS = _ProcessState()
-_THREAD = threading.local()  # `state` in a thread that simulates a rank
 
 
 def process_state():
     """The communication state of this process, or of this simulated rank, for modules of this package."""
-    return getattr(_THREAD, "state", None) or _PROCESS
+    return _PROCESS.of_threads.get(get_ident(), _PROCESS) if _PROCESS.of_threads else _PROCESS
 
 
 def stands_for_another():
@@ -116,15 +122,17 @@ def rank_of(size, rank, ranks=None, device_target=None):
         ranks: the `SimulatedRanks` of the world; None for a dry run of one rank.
         device_target: of the devices that plans are made for. Default: this process's.
     """
-    backend, before = "simulated" if ranks else "fake", getattr(_THREAD, "state", None)
-    state = _THREAD.state = _ProcessState()
+    backend, thread = "simulated" if ranks else "fake", get_ident()
+    state, others, before = _ProcessState(), _PROCESS.of_threads, process_state()
     device_target = device_target or ms.get_context("device_target")
     state.world = World(rank, size, backend, device_target, backend, None, ranks)
+    others[thread] = state
     try:
         yield state
     finally:
         state.forget()
-        _THREAD.state = before
+        del others[thread]
+        others |= {} if before is _PROCESS else {thread: before}
 
 
 def world():

@@ -15,9 +15,11 @@ from mindformers_core.diff.listing import Listing, tensor_facts
 from mindformers_core.diff.runs import NO_PASS, layout_text, row_files, write_rows, write_table
 from mindformers_core.diff.tolerance import EPS
 from mindformers_core.dtypes import dtype_name
+from mindformers_core.mindspore_private import needs_gradient
 from mindformers_core.program.graph import ParameterUse
 from mindformers_core.program.observer import Observer
 from mindformers_core.program.plan import Redistribution
+from mindformers_core.scopes import replaced
 from mindformers_core.sharding.observing import ProgramObserver, parameter_paths
 from mindformers_core.verification.comparison import gradient_layout
 
@@ -38,11 +40,8 @@ def record_digests(folder, **about):
     state = process_state()
     if type(state.observer) is not Observer:
         raise ValueError(f"record_digests('{folder}'): this rank is recorded already: leave that block before")
-    state.observer = DigestRecorder(folder, world().rank, about | {"ranks": world().size})
-    try:
+    with replaced(state, observer=DigestRecorder(folder, world().rank, about | {"ranks": world().size})):
         yield state.observer
-    finally:
-        state.observer = Observer()
 
 
 class DigestRecorder(ProgramObserver):
@@ -55,11 +54,10 @@ class DigestRecorder(ProgramObserver):
         self._rows, self._roots, self._paths = [], [], None
         self._listing, self._entries, self._entry = cache(Listing), cache(self._make_entries), cache(self._make_entry)
 
-    def placed(self, cell, parameters):
+    def sharded(self, cell):
         """See `Observer`."""
         self._roots.append(cell)
         self._paths = None
-        return parameters
 
     def weight_gradient(self, parameter, gradient):
         """See `Observer`; placeholders of gradients that were taken as they came have other shapes."""
@@ -108,7 +106,7 @@ class DigestRecorder(ProgramObserver):
         label = self._pass or (0, turn)
         if value is not None:
             self._add(value, tensor, label, self._direction == "backward")
-        if gradient is not None and tensor._requires_grad and not isinstance(tensor, Parameter):  # as a cast may be
+        if gradient is not None and needs_gradient(tensor) and not isinstance(tensor, Parameter):  # as a cast may be
             tensor.register_hook(lambda found: None if found is None else self._add(gradient, found, label))
 
     def _add(self, entry, tensor, label, again=False):

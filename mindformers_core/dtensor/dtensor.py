@@ -10,7 +10,6 @@ import math
 from operator import attrgetter
 
 from mindspore import Parameter, Tensor, ops
-from mindspore.graph.api import _pynative_executor
 
 from mindformers_core.algorithms.redistribute import redistribute_local
 from mindformers_core.communication import world
@@ -18,6 +17,7 @@ from mindformers_core.dtypes import dtype_name
 from mindformers_core.layout import Layout, bind_layout
 from mindformers_core.lowering.aliases import check_memory, note_adopted, note_write, unwritable
 from mindformers_core.lowering.indexing import IndexedTensor, of_whole
+from mindformers_core.mindspore_private import make_subclass, pynative_executor
 from mindformers_core.operators import tensor_meta
 
 
@@ -27,6 +27,9 @@ class DTensor(IndexedTensor):
     `shape`, `size` and `len()` are the global ones. Its values may be read (`asnumpy()`, `float()`, …) where
     every rank holds the whole tensor; elsewhere that is an error, never a silent gather: ask for `full_tensor()`.
     """
+
+    is_borrowed = False  # whether another tensor has the same values
+    _outlives_a_step = False
 
     @staticmethod
     def from_local(local, layout, mesh=None):
@@ -45,6 +48,7 @@ class DTensor(IndexedTensor):
                 "DTensor.from_local takes a plain tensor; this is a DTensor already: use redistribute(layout)"
             )
         _check_tensor(local, "DTensor.from_local")
+        DTensor._intercept()
         bound = bind_layout(layout, mesh, local.ndim, name="local tensor")
         return _wrap_leaf(local, tensor_meta(bound.global_shape(local.shape), dtype_name(local.dtype), bound))
 
@@ -99,11 +103,13 @@ class DTensor(IndexedTensor):
                 "Take it over with distribute_tensor(x.full_tensor(), layout, mesh)"
             )
         target = bind_layout(layout, mesh or self.mesh, self.ndim, self.layout)
-        if target == self.layout:
-            return self
-        uncached = self._moved is None or _pynative_executor.is_saved_tensor_hook_active()
-        cache = {} if uncached else self._moved
-        key = target, _pynative_executor.requires_grad()  # a result made without a gradient has none
+        return self if target == self.layout else self._in_layout(target)
+
+    def _in_layout(self, target):
+        """As `redistribute`, in a `Layout` on the mesh that is another one."""
+        uncached = self._outlives_a_step or pynative_executor.is_saved_tensor_hook_active()
+        cache = {} if uncached else vars(self).setdefault("_moved", {})
+        key = target, pynative_executor.requires_grad()  # a result made without a gradient has none
         if key not in cache:
             meta = tensor_meta(self.shape, self._meta.dtype, target, self._meta.constant)
             cache[key] = borrowed(wrap(redistribute_local(self._local, self.layout, target, self.shape), meta))
@@ -141,7 +147,7 @@ class DTensor(IndexedTensor):
             raise ValueError(reason)
         else:
             self._local, self._meta = value._local, value._meta
-        self._moved = None if self._moved is None else {}
+        vars(self).pop("_moved", None)
         note_write(self, "")
 
     def lasting(self):
@@ -149,7 +155,7 @@ class DTensor(IndexedTensor):
         if isinstance(self._local, Parameter):
             return f"Parameter '{self._local.name}'"
         borrowed_from = "an argument of the root Cell, or another tensor in another layout"
-        return borrowed_from if "is_borrowed" in vars(self) else ""
+        return borrowed_from if self.is_borrowed else ""
 
     def __deepcopy__(self, memo):
         return wrap(copy.deepcopy(self._local, memo), self._meta)
@@ -173,10 +179,9 @@ for _name in _READ:
 
 def wrap(local, meta):
     """A `DTensor` around a local tensor, without any check."""
-    tensor = Tensor._make_subclass(DTensor, local)
+    tensor = make_subclass(DTensor, local)
     tensor._local = local
     tensor._meta = meta
-    tensor._moved = {}
     return tensor
 
 
@@ -199,8 +204,7 @@ def adopted(tensor, mesh):
 def _wrap_leaf(local, meta):
     """As `wrap`, for a tensor that may live longer than a step: it has a cache only while a gradient is recorded."""
     tensor = wrap(local, meta)
-    if not _pynative_executor.requires_grad():
-        tensor._moved = None
+    tensor._outlives_a_step = not pynative_executor.requires_grad()
     return tensor
 
 
@@ -224,6 +228,7 @@ def distribute_tensor(tensor, layout, mesh=None):
     if isinstance(tensor, DTensor):
         return tensor.redistribute(layout, mesh)
     _check_tensor(tensor, "distribute_tensor")
+    DTensor._intercept()
     bound = bind_layout(layout, mesh, tensor.ndim)
     if isinstance(tensor, Parameter):
         return parameter_view(placed_parameter(tensor, bound))

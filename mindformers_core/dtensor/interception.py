@@ -1,4 +1,4 @@
-"""The hooks into MindSpore that send operators on `DTensor`s to the dispatcher.
+"""The hooks into MindSpore that send operators on `DTensor`s to the dispatcher, from the first one of a process on.
 
 MindSpore looks up `__fallback__` of a Tensor subclass at every operator call. Two cases need hooks of their own: a call
 whose first tensor is a plain one looks up `Tensor.__fallback__`; and a few primitives have no such look-up.
@@ -7,19 +7,19 @@ whose first tensor is a plain one looks up `Tensor.__fallback__`; and a few prim
 from functools import partial, wraps
 
 from mindspore import Parameter, Tensor, ops
-from mindspore.graph.api import _JitExecutor, _PyNativeExecutor
-from mindspore.ops.function import nn_func
 
+from mindformers_core import mindspore_private as private
 from mindformers_core.algorithms.draws import draw_whole
 from mindformers_core.algorithms.dropout import WITHOUT_SEEDS
 from mindformers_core.communication.world import process_state
-from mindformers_core.dtensor.dispatch import attributes_of, dispatch
+from mindformers_core.dtensor.dispatch import dispatch
 from mindformers_core.dtensor.dtensor import DTensor, adopted
 from mindformers_core.lowering.compositions import composed
 from mindformers_core.lowering.in_place import DRAWS_IN_PLACE
+from mindformers_core.lowering.operator_source import attributes_of
 from mindformers_core.operators.registry import facts_of, registered_operators
 from mindformers_core.program.structure import tree_leaves
-from mindformers_core.scopes import entered
+from mindformers_core.scopes import entered, once
 
 _GENERATED = ops.auto_generate
 # primitives that don't look up `__fallback__`
@@ -70,26 +70,30 @@ def custom_operator(name, function):
     return call
 
 
+@once
 def intercept_operators():
-    """Send operators on DTensors to `dispatch`. Called once, when the package is imported."""
-    DTensor.__fallback__ = staticmethod(dispatch)
-    Tensor.__fallback__ = PlainTensorFallback(dispatch)
+    """Send operators on DTensors to `dispatch`: called before the first one, a capture, and `shard()`."""
     Tensor.__setitem__ = set_item_of(DTensor, lambda tensor, like: adopted(tensor, like.mesh))
     for name in ("__iadd__", "__isub__", "__imul__", "__itruediv__"):
         setattr(Tensor, name, _assigning(getattr(Tensor, name), getattr(DTensor, name)))
     Tensor.__init__ = _of_values(Tensor.__init__)
-    _JitExecutor.__call__ = _as_python(_JitExecutor.__call__)
-    _PyNativeExecutor.grad = _of_whole(_PyNativeExecutor.grad)
+    private.JitExecutor.__call__ = _as_python(private.JitExecutor.__call__)
+    private.PyNativeExecutor.grad = _of_whole(private.PyNativeExecutor.grad)
     for primitive in _WITHOUT_FALLBACK:
         primitive.__call__ = _dispatching(primitive.__call__)
     for name in (*registered_operators("draws"), *DRAWS_IN_PLACE):
-        primitive = getattr(ops.auto_generate, name, None) or getattr(ops, name)
-        primitive.__call__ = _drawing(primitive.__call__)
-    nn_func._cross_entropy_for_class_indices = _without_branch(nn_func._cross_entropy_for_class_indices)
+        primitive = getattr(_GENERATED, name, None) or getattr(ops, name, None)
+        if primitive is not None:  # else an operator of a user's
+            primitive.__call__ = _drawing(primitive.__call__)
+    setattr(*private.CROSS_ENTROPY, _without_branch(getattr(*private.CROSS_ENTROPY)))
+    Tensor.__fallback__ = PlainTensorFallback(dispatch)
+    with private.outside_of_meta(), private.no_grad():
+        private.connect_generator()
 
 
 def draws_by_position(active=True):
     """While open, draws among plain tensors give a distributed program's numbers, the same on all ranks; or don't."""
+    intercept_operators()
     return entered(process_state().memo(__name__), "draws", active)
 
 
@@ -165,7 +169,7 @@ def _as_python(call):
     def jitted(executor, *args, **kwargs):
         if not tree_leaves((args, kwargs), DTensor):
             return call(executor, *args, **kwargs)
-        if executor.fn.__qualname__.startswith("_Vmap."):
+        if executor.fn.__qualname__.startswith(private.OF_VMAP):
             refused()
         return executor.fn(*args, **kwargs)
 
@@ -204,8 +208,7 @@ def _dispatching(call):
     def dispatching_call(self, *args):
         if not tree_leaves(args, DTensor):
             return call(self, *args)
-        return dispatch(
-            _operator(self.name, lambda primitive, _, local: call(primitive, *local)), (self, self.name, args)
-        )
+        operator = _operator(self.name, lambda primitive, _, local: call(primitive, *local))
+        return dispatch(operator, (self, self.name, args))
 
     return dispatching_call

@@ -3,16 +3,8 @@
 from mindformers_core.analysis.traffic import bytes_by_axes, collectives_of
 from mindformers_core.hints import bytes_shown, rate_shown, seconds_shown
 from mindformers_core.program.plan import OperatorPlan
-from mindformers_core.redistribution.steps import COLLECTIVES
+from mindformers_core.redistribution.steps import COLLECTIVES, LOCAL_OPERATIONS, STEP_KINDS
 
-MARKS = {  # what a step does that is local, in words
-    "slice": "sliced",
-    "pad": "put into zeros",
-    "mask": "zeros but on the first rank",
-    "scale": "scaled",
-    "identity": "nothing",
-    "view": "viewed in other dims",
-}
 _MANY = 5  # operators of one line that come together
 
 
@@ -69,18 +61,15 @@ def step_shown(entry):
     """The operations of one `StepEntry`: `(forward, backward)`, as `("all_gather dim 1 over tp, 16 KiB", "slice")`."""
     step, (name, count) = entry.step, entry.step.forward
     over = f"over {', '.join(step.axes)}" if step.axes else ""
-    places = "" if step.dim is None else f" dim {step.dim}" + ("" if step.to_dim is None else f" to {step.to_dim}")
-    if step.kind == "mark_varying":
-        forward = f"marked varying {over}"
-    elif name in COLLECTIVES:
-        op = f" by {step.distance}" if step.kind == "shift" else "" if step.op in (None, "sum") else f" {step.op}"
-        forward = f"{name}{op}{places} {over}, {bytes_shown(count)}"
+    if name in COLLECTIVES:
+        forward = f"{' '.join([name, *step.words()])} {over}, {bytes_shown(count)}"
     else:
-        forward = f"{MARKS[name]}{places} {over}"
+        text = STEP_KINDS[step.kind].text or LOCAL_OPERATIONS[name]
+        forward = f"{' '.join([text, *step.words(('dim', 'to_dim'))])} {over}"
     backward = "no gradient"
     if entry.gradient:
         back, sent = step.backward
-        backward = f"{back}, {bytes_shown(sent)}" if back in COLLECTIVES else MARKS[back]
+        backward = f"{back}, {bytes_shown(sent)}" if back in COLLECTIVES else LOCAL_OPERATIONS[back]
     if entry.recomputed and name in COLLECTIVES:
         backward = f"{name} again, {bytes_shown(count)}; {backward}"
     return forward, backward

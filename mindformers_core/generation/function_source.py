@@ -2,146 +2,133 @@
 
 import ast
 import keyword
+from functools import partial
 from inspect import Parameter
 from itertools import repeat
 
-from mindformers_core.capture.algorithm_graph import algorithm_graph, redistribution_steps
+from mindformers_core.capture.algorithm_graph import algorithm_of
+from mindformers_core.communication.world import world
 from mindformers_core.dtypes import wire_dtype
 from mindformers_core.lowering.operator_source import NamedTensor, literal
 from mindformers_core.operators import facts_of
 from mindformers_core.program.deferral import NOTHING_DEFERRED, PRODUCTS
-from mindformers_core.program.naming import Names, assigned_names
+from mindformers_core.program.environment import follow
+from mindformers_core.program.naming import Names, assigned_names, snake_case
 from mindformers_core.program.observer import Observed
 from mindformers_core.program.passed_weights import WEIGHTS, passed_parameter, passed_to_call
 from mindformers_core.program.plan import CallPlan, Redistribution
 from mindformers_core.program.structure import DType, Value, call_signature, structure_text, tree_fill, tree_leaves
+from mindformers_core.propagation.algorithms import through_algorithm
 from mindformers_core.propagation.operators import TENSORS
-
-_AFTER = {  # step kind -> the hint for the name of the tensor after it
-    "slice": "slice",
-    "all_gather": "whole",
-    "all_to_all": "exchanged",
-    "permute": "exchanged",
-    "shift": "shifted",
-    "all_reduce": "sum",
-    "reduce_scatter": "scattered",
-    "mark": "marked",
-    "unmark": "unmarked",
-    "to_partial": "term",
-    "pad": "padded",
-}
+from mindformers_core.redistribution.steps import STEP_KINDS
 
 
-class FunctionSource:
-    """The function of a `CellPlan` while it is written.
+def function_source(plan, module, name):
+    """The function of a `CellPlan`, a method of its Cell.
 
     Args:
         plan: the plan.
-        parts: the `ModuleSource` that collects what the function needs at the top of its module.
+        module: the `ModuleWriter` that collects what the function needs at the top of its module.
+        name: of the function.
+
+    Returns:
+        (lines, sites): the lines of `def name(self, …)`, and of redistributions pairs (line from that of `def`, index
+        of the instruction in the plan).
+    """
+    writer = _FunctionWriter(plan, module)
+    lines = writer.lines(name)
+    return lines, writer.sites
+
+
+class _FunctionWriter:
+    """A function while it is written.
 
     Attributes:
         variables: (number of a Value, Layout) -> the expression that holds it.
         detached: likewise -> the variable that holds it without its gradient.
-        sites: lines of redistributions, as `(line from that of def, index of the instruction in the plan)`.
     """
 
-    def __init__(self, plan, parts):
-        self.plan, self.parts = plan, parts
-        self.names = Names(parts.reserved)
+    def __init__(self, plan, module):
+        self.plan, self.module = plan, module
+        self.names = Names(module.reserved)
         self.variables, self.detached = {}, {}
         self.body, self.sites, self.place = [], [], 0
         self.assigned = assigned_names(plan.graph)
-        self.deferral = parts.deferrals.get(plan, NOTHING_DEFERRED)
+        self.deferral = module.deferrals.get(plan, NOTHING_DEFERRED)
         self.places = {id(node): place for place, node in enumerate(plan.graph.nodes)}
         self.keeper = None  # of the instruction that is written now
 
     def lines(self, name):
         """The lines of `def name(self, …)`."""
-        is_root, added = self.plan is self.parts.plans[-1], [WEIGHTS] * self.plan.takes_weights
+        plan, graph = self.plan, self.plan.graph
+        is_root, added = plan is self.module.root, [WEIGHTS] * plan.takes_weights
         if self.deferral.places and is_root:
             self.body.append(f"{PRODUCTS} = self.{PRODUCTS}_of_{name}")
         elif self.deferral.places:
             added = [PRODUCTS, *added]
         parameters = self._parameters()
-        for use in self.plan.graph.parameters:
+        for use in graph.parameters:
             self._enter_parameter(use)
-        lifted = self.parts.lifted_names(self.plan)
-        self.variables.update(zip(((value.id, layout) for value, layout in self.plan.lifted), lifted))
-        for constant in self.plan.graph.constants:
-            self._unpack(constant.value, self.parts.constant(self.plan, constant), self.plan.layouts)
-        for use in self.plan.graph.parameters:
-            self._observe(use, [(use.value, self.plan.layouts[use.value.id])])
+        lifted = _lifted_names(plan)
+        self.variables.update(zip(((value.id, layout) for value, layout in plan.lifted), lifted))
+        for constant in graph.constants:
+            self._enter(constant.value, self.module.constant(plan, constant))
+        for use in graph.parameters:
+            self._observe(use, [(use.value, plan.layouts[use.value.id])])
         if is_root:
-            self._observe(None, [(v, self.plan.layouts[v.id]) for v in tree_leaves(self.plan.graph.arguments)])
-        for place, instruction in enumerate(self.plan.instructions):
-            self.place, self.keeper = place, self.plan.keepers.get(instruction)
-            if isinstance(instruction, Redistribution):
-                self._move(instruction)
-            elif isinstance(instruction, CallPlan):
-                self._call(instruction)
-            else:
-                self._operator(instruction)
-            self._observe(instruction, () if isinstance(instruction, CallPlan) else instruction.produced)
-        for kept in self.plan.graph.kept:
-            layouts = [self.plan.layouts[value.id] for value in tree_leaves(kept.value)]
-            self.body.append(
-                f"keep_attribute(self, {len(self.parts.kept)}, {self._structure(kept.value, iter(layouts))})"
-            )
-            self.parts.kept.append((self.plan, kept))
-        self.body.append(f"return {self._structure(self.plan.graph.result, iter(self.plan.results))}")
+            self._observe(None, [(value, plan.layouts[value.id]) for value in tree_leaves(graph.arguments)])
+        results = follow(plan, self.variables, self._instruction)
+        for kept in graph.kept:
+            variables = [self.variables[value.id, plan.layouts[value.id]] for value in tree_leaves(kept.value)]
+            structure = self._structure(kept.value, variables)
+            self.body.append(f"keep_attribute(self, {len(self.module.kept)}, {structure})")
+            self.module.kept.append((plan, kept))
+        self.body.append(f"return {self._structure(graph.result, results)}")
         described = self._described()
         self.sites = [(1 + len(described) + line, place) for line, place in self.sites]
-        rest = [parameter for parameter in parameters if parameter.startswith("**")]
-        parameters = [parameter for parameter in parameters if parameter not in rest]
-        head = f"def {name}({', '.join(['self', *parameters, *lifted, *added, *rest])}):"
+        ordered = sorted(["self", *parameters, *lifted, *added], key=lambda text: text.startswith("**"))
+        head = f"def {name}({', '.join(ordered)}):"
         return [head, *described, *(f"    {line}" for line in self.body)]
 
     def _described(self):
         """Comments with the layouts of arguments and results."""
         arguments = [
-            f"{name}: {', '.join(self._shown(value, self.plan.layouts[value.id]) for value in tree_leaves(structure))}"
+            f"{name}: {', '.join(_shown(value, self.plan.layouts[value.id]) for value in values)}"
             for name, structure in self.plan.graph.arguments.items()
-            if tree_leaves(structure)
+            if (values := tree_leaves(structure))
         ]
-        arguments += [f"{value.hint}: {self._shown(value, layout)}" for value, layout in self.plan.lifted]
-        results = (self._shown(value, layout) for value, layout in self.plan.returned)
+        arguments += [f"{value.hint}: {_shown(value, layout)}" for value, layout in self.plan.lifted]
+        results = (_shown(value, layout) for value, layout in self.plan.returned)
         return [*(f"    # {line}" for line in arguments), f"    # returns {', '.join(results) or 'nothing'}"]
-
-    @staticmethod
-    def _shown(value, layout):
-        return f"{value.dtype} {list(value.shape)} as {layout}"
 
     def _parameters(self):
         """The function's parameters, as `construct` has them, and the variables of the tensors in them."""
         written, star = [], {Parameter.VAR_POSITIONAL: "*", Parameter.VAR_KEYWORD: "**"}
-        kinds = call_signature(self.parts.cells[self.plan.graph.path].construct).parameters
+        kinds = call_signature(self.module.cells[self.plan.graph.path].construct).parameters
         for name, structure in self.plan.graph.arguments.items():
             variable = self.names.keep(name)
-            self.parts.variables.add(variable)
+            self.module.variables.add(variable)
             written.append(star.get(kinds[name].kind, "") + variable)
-            self._unpack(structure, variable, self.plan.layouts)
+            self._enter(structure, variable)
         return written
 
-    def _unpack(self, structure, expression, layouts):
-        """Enter every tensor in a structure that the expression holds."""
-        if isinstance(structure, Value):
-            self.variables[structure.id, layouts[structure.id]] = expression
-        elif isinstance(structure, (tuple, list, dict)):
-            for key, entry in structure.items() if isinstance(structure, dict) else enumerate(structure):
-                self._unpack(entry, f"{expression}[{key!r}]", layouts)
+    def _enter(self, structure, expression):
+        """Enter every tensor in a structure that the expression holds, as it is first available."""
+        for value, part in _parts(structure, expression):
+            self.variables[value.id, self.plan.layouts[value.id]] = part
 
     def _variable(self, hint):
         variable = self.names.variable(hint)
-        self.parts.variables.add(variable)
+        self.module.variables.add(variable)
         return variable
 
     def _enter_parameter(self, use):
         """A parameter; detached where its whole gradient is deferred."""
         takes = self.plan.takes_weights
-        expression = passed_parameter(self.plan, use) if takes else self.parts.parameter(self.plan, use)
+        expression = passed_parameter(self.plan, use) if takes else self.module.parameter(self.plan, use)
         if (use.value.id, self.plan.layouts[use.value.id]) in self.deferral.waiting:
-            expression = self._assign(use.value.hint, self.parts.stop_gradient(expression))
-        self._unpack(use.value, expression, self.plan.layouts)
+            expression = self._assign(use.value.hint, self.module.stop_gradient(expression))
+        self._enter(use.value, expression)
 
     def _taken(self, value, layout, is_deferred=True):
         """The variable that an operator takes; for a deferred one detached if other operators take the gradient."""
@@ -149,18 +136,19 @@ class FunctionSource:
         if not is_deferred or variable not in self.deferral.needed:
             return self.variables[variable]
         if variable not in self.detached:
-            expression = self.parts.stop_gradient(self.variables[variable])
+            expression = self.module.stop_gradient(self.variables[variable])
             self.detached[variable] = self._assign(f"{value.hint}_cut", expression)
         return self.detached[variable]
 
-    def _structure(self, structure, layouts):
-        """The source of a structure of Values and plain leaves; `layouts` has the layouts of the Values."""
+    def _structure(self, structure, variables):
+        """The source of a structure of Values and plain leaves; `variables` hold the Values, in order."""
+        rest = iter(variables)
 
         def leaf_source(leaf):
             if isinstance(leaf, Value):
-                return self.variables[leaf.id, next(layouts)]
+                return next(rest)
             if isinstance(leaf, DType):
-                self.parts.imports.add("import mindspore as ms")
+                self.module.imports.add("import mindspore as ms")
             # a leaf without source is left out: the called function has it written in
             return literal(leaf) if leaf is None or isinstance(leaf, (bool, int, float, str, DType)) else "None"
 
@@ -172,12 +160,11 @@ class FunctionSource:
         return variable
 
     def _observe(self, entry, produced):
-        """Report tensors to the observer, if the module has one; `entry` produced them: an instruction, or a use."""
-        for value, layout in produced if self.parts.observed is not None else ():
-            variable = self.variables[value.id, layout]
-            number = len(self.parts.observed)
+        """Report tensors, pairs (Value, Layout), to the observer, if the module has one; `entry`: see `Observed`."""
+        for value, layout in produced if self.module.is_observed else ():
+            number, variable = len(self.module.observed), self.variables[value.id, layout]
             self.body.append(f"observed(self, {number}, {variable})")
-            self.parts.observed.append(Observed(number, self.plan, entry, value, layout, variable))
+            self.module.observed.append(Observed(number, self.plan, entry, value, layout, variable))
 
     def _kept(self, expression, communicates=False):
         """An expression, called through the keeper of its instruction where that has one for it."""
@@ -186,12 +173,21 @@ class FunctionSource:
         used = {node.id for node in ast.walk(ast.parse(expression, mode="eval")) if isinstance(node, ast.Name)}
         inputs = [name for name in sorted(used) if name in self.names]  # none where it takes weights alone
         function = f"lambda{' ' * bool(inputs)}{', '.join(inputs)}: {expression}"
-        return f"{self.parts.keeper(self.keeper)}({', '.join([function, *inputs])})"
+        return f"{self.module.keeper(self.keeper)}({', '.join([function, *inputs])})"
+
+    def _instruction(self, place, entry, taken):
+        """Write an instruction; the expressions that hold what it produces."""
+        self.place, self.keeper = place, self.plan.keepers.get(entry)
+        if isinstance(entry, CallPlan):
+            return self._call(entry)
+        made = [self._move(entry)] if isinstance(entry, Redistribution) else self._operator(entry, taken)
+        self.variables.update(((value.id, layout), each) for (value, layout), each in zip(entry.produced, made))
+        self._observe(entry, entry.produced)
+        return made
 
     def _move(self, move):
         source = self._taken(move.value, move.source, (move.value.id, move.target) in self.deferral.waiting)
-        comment = f"{move.source} -> {move.target}"
-        self.variables[move.value.id, move.target] = self._redistributed(source, move.steps, move.value.dtype, comment)
+        return self._redistributed(source, move.steps, move.value.dtype, f"{move.source} -> {move.target}")
 
     def _redistributed(self, source, steps, dtype, comment):
         """The variable that holds the result of some steps; sums of bools are made of integers."""
@@ -199,14 +195,14 @@ class FunctionSource:
             return source
         expression = source
         if wire_dtype(dtype) != dtype:
-            self.parts.imports |= {"import mindspore as ms", "from mindspore import ops"}
+            self.module.imports |= {"import mindspore as ms", "from mindspore import ops"}
             expression = f"ops.cast({source}, ms.{wire_dtype(dtype)})"
         for step in steps:
-            expression = f"{self.parts.collective(step)}({expression})"
+            expression = f"{self.module.collective(step)}({expression})"
         if wire_dtype(dtype) != dtype:
             expression = f"ops.cast({expression}, ms.bool_)"
-        *_, last = (step.kind for step in steps if step.kind != "view")  # a view is around other steps
-        stem, after = source.rpartition(".")[2].partition("[")[0], _AFTER[last.removesuffix("_varying")]
+        *_, after = (hint for step in steps if (hint := STEP_KINDS[step.kind].hint))  # a view is around other steps
+        stem = source.rpartition(".")[2].partition("[")[0]
         variable = self._assign(f"{stem}_{after}", expression, communicates=True)
         self.body[-1] += f"  # {comment}"
         self.sites.append((len(self.body) - 1, self.place))
@@ -218,100 +214,104 @@ class FunctionSource:
         names = names or (None,) * len(tree_leaves(node.outputs))
         return [name if name and not keyword.iskeyword(name) else operator for name in names]
 
-    def _receive(self, outputs, layouts, hints, expression):
-        """Assign the results of a call to variables."""
-        hints, pairs = iter(hints), iter(layouts)
-        if isinstance(outputs, Value):
-            self.variables[outputs.id, next(pairs)] = self._assign(next(hints), expression)
-        elif isinstance(outputs, (tuple, list)) and outputs and all(isinstance(entry, Value) for entry in outputs):
+    def _received(self, outputs, hints, expression):
+        """Assign the results of a call to variables; the expressions that hold them."""
+        hints = iter(hints)
+        if not tree_leaves(outputs):
+            self.body.append(expression)
+            return []
+        if isinstance(outputs, (tuple, list)) and all(isinstance(entry, Value) for entry in outputs):
             variables = [self._variable(next(hints)) for _ in outputs]
             self.body.append(f"{', '.join(variables)}{',' * (len(variables) == 1)} = {self._kept(expression)}")
-            for value, variable in zip(outputs, variables):
-                self.variables[value.id, next(pairs)] = variable
-        elif not tree_leaves(outputs):
-            self.body.append(expression)
-        else:
-            variable = self._assign("results", expression)
-            self._unpack(outputs, variable, dict(zip([value.id for value in tree_leaves(outputs)], layouts)))
+            return variables
+        variable = self._assign(next(hints) if isinstance(outputs, Value) else "results", expression)
+        return [part for _, part in _parts(outputs, variable)]
 
     def _call(self, call):
         node = call.node
-        layouts = iter(call.inputs)
-        args = [self._structure(argument, layouts) for argument in node.args]
-        args += [f"{name}={self._structure(argument, layouts)}" for name, argument in node.kwargs.items()]
+        variables = iter([self.variables[value.id, layout] for value, layout in call.consumed])
+        args = [self._structure(argument, variables) for argument in node.args]
+        args += [f"{name}={self._structure(argument, variables)}" for name, argument in node.kwargs.items()]
         if call.plan is not None:
-            waiting = self.parts.deferrals.get(call.plan, NOTHING_DEFERRED).waiting
-            names = self.parts.lifted_names(call.plan)
-            for name, passed, (inner, layout) in zip(names, call.lifted, call.plan.lifted):
+            waiting = self.module.deferrals.get(call.plan, NOTHING_DEFERRED).waiting
+            for name, passed, (inner, layout) in zip(_lifted_names(call.plan), call.lifted, call.plan.lifted):
                 args.append(f"{name}={self._taken(*passed, is_deferred=(inner.id, layout) in waiting)}")
             if call in self.deferral.places:
                 args.append(f"{PRODUCTS}={PRODUCTS}[{self.deferral.places[call]}]")
             if self.plan.takes_weights:
                 args.append(f"{WEIGHTS}={passed_to_call(self.plan, call)}")
-            args.append(f'program="{self.parts.functions[call.plan]}"')
-        expression = f"{self.parts.child(self.plan, call)}({', '.join(args)})"
-        if call.is_part:
-            hints = [self.parts.operator_name(value.hint) for value in node.outputs]
-        else:
-            hints = self._hints(node, self.parts.called_name(call))
-        self._receive(node.outputs, call.outputs, hints, expression)
+            args.append(f'program="{self.module.functions[call.plan]}"')
+        expression = f"{self.module.child(self.plan, call)}({', '.join(args)})"
+        hints = [operator_hint(v.hint) for v in node.outputs] if call.is_part else self._hints(node, _called_hint(node))
+        return self._received(node.outputs, hints, expression)
 
-    def _deferred_operator(self, plan, hint):
-        """A deferred operator: the object that stands for it takes the same tensors."""
-        x, weight, *bias = plan.consumed
-        args = [self._taken(*x, is_deferred=False), self._taken(*weight)]
-        args += [self._taken(*entry, is_deferred=False) for entry in bias]
-        expression = f"{PRODUCTS}[{self.deferral.places[plan]}]({', '.join(args)})"
-        self._receive(plan.node.outputs, plan.outputs, self._hints(plan.node, hint), expression)
-
-    def _operator(self, plan):
-        node, hint = plan.node, self.parts.operator_name(plan.node.operator)
+    def _operator(self, plan, taken):
+        node, hint = plan.node, operator_hint(plan.node.operator)
         if self.plan.takes_weights and facts_of(node.operator).writes:
             raise ValueError(
                 f"{self.plan.graph.label}, {node.source}: a Parameter is written in a Cell that is compiled alone, "
                 "which MindSpore can't do: compile the whole, or run in PyNative"
             )
-        if plan in self.deferral.places:
-            return self._deferred_operator(plan, hint)
-        operands = self._operands(node, plan.inputs)
-        if plan.algorithm is not None:
-            return self._algorithm(plan, operands, hint)
-        expression = self.parts.operator_call(node, *tree_fill(plan.local_call, operands, TENSORS))
-        self._receive(node.outputs, plan.outputs, self._hints(node, hint), expression)
+        if plan in self.deferral.places:  # the object that stands for it takes the same tensors
+            x, weight, *bias = plan.consumed
+            args = [self._taken(*each, is_deferred=each is weight) for each in (x, weight, *bias)]
+            expression = f"{PRODUCTS}[{self.deferral.places[plan]}]({', '.join(args)})"
+        elif plan.algorithm is not None:
+            return self._algorithm(plan, taken, hint)
+        else:
+            expression = self._operator_call(node, plan.local_call, plan.inputs, taken)
+        return self._received(node.outputs, self._hints(node, hint), expression)
 
-    def _operands(self, node, layouts):
+    def _operator_call(self, node, call, layouts, taken):
+        """The expression of an operator's call, `(args, kwargs)` with tensors in the variables of `taken`."""
         values = tree_leaves((node.args, node.kwargs))
-        return [
-            NamedTensor(self.variables[value.id, layout], value.shape, value.dtype, layout)
-            for value, layout in zip(values, layouts)
-        ]
+        operands = [NamedTensor(name, v.shape, v.dtype, layout) for name, v, layout in zip(taken, values, layouts)]
+        return self.module.operator_call(node, *tree_fill(call, operands, TENSORS))
 
-    def _algorithm(self, plan, operands, hint):
+    def _algorithm(self, plan, taken, hint):
         """The operators and collectives of a distributed algorithm, in the operator's place."""
-        graph = algorithm_graph(plan)
-        variables, keeper = self.variables, self.keeper
-        self.variables = {
-            (value.id, None): operand.name for value, operand in zip(tree_leaves(graph.arguments), operands)
-        }  # of local tensors, which have no layouts
-        for constant in graph.constants:
-            self.variables[constant.value.id, None] = self.parts.constant(self.plan, constant)
+        keeper = self.keeper
         self.body.append(f"# {plan.node.operator} over {', '.join(plan.cut_axes) or 'all parts'}: {plan.algorithm}")
-        for node in graph.nodes:
-            steps = redistribution_steps(plan, node)
+
+        def part(node, steps, taken):
             if steps is not None:
                 value, *ends = node.args
-                variable = self.variables[value.id, None]
-                moved = self._redistributed(variable, steps, value.dtype, " -> ".join(map(str, ends[:2])))
-                self.variables[node.outputs.id, None] = moved
-                continue
-            operands = self._operands(node, repeat(None))
-            args, kwargs = tree_fill((node.args, node.kwargs), operands, TENSORS)
+                return [self._redistributed(*taken, steps, value.dtype, " -> ".join(map(str, ends[:2])))]
             # without operands it draws random numbers, and would draw others when it runs again
-            self.keeper = keeper if operands else None
-            expression = self.parts.operator_call(node, args, kwargs)
-            self._receive(node.outputs, repeat(None), repeat(hint), expression)
+            self.keeper = keeper if taken else None
+            expression = self._operator_call(node, (node.args, node.kwargs), repeat(None), taken)
+            made = self._received(node.outputs, repeat(hint), expression)
             self.keeper = keeper
-        made = [self.variables[value.id, None] for value in tree_leaves(graph.result)]
-        self.variables = variables
-        for (value, layout), variable in zip(plan.produced, made, strict=True):
-            self.variables[value.id, layout] = variable
+            return made
+
+        captured = partial(algorithm_of, rank=world().rank)
+        return through_algorithm(plan, captured, taken, lambda use: self.module.constant(self.plan, use), part)
+
+
+def _parts(structure, expression):
+    """Pairs (Value, expression) of every tensor in a structure that an expression holds."""
+    if isinstance(structure, Value):
+        yield structure, expression
+    elif isinstance(structure, (tuple, list, dict)):
+        for key, entry in structure.items() if isinstance(structure, dict) else enumerate(structure):
+            yield from _parts(entry, f"{expression}[{key!r}]")
+
+
+def _shown(value, layout):
+    return f"{value.dtype} {list(value.shape)} as {layout}"
+
+
+def _lifted_names(plan):
+    """The keyword arguments that carry a plan's `lifted` tensors."""
+    return [f"passed_{value.hint}_{place}" for place, (value, _) in enumerate(plan.lifted)]
+
+
+def operator_hint(operator):
+    """A variable's name for the result of an operator."""
+    return snake_case(operator).removesuffix("_ext").removesuffix("_ext_view").removesuffix("_view")
+
+
+def _called_hint(node):
+    """A variable's name for the result of a call of a Cell."""
+    name = (node.child or node.graph.path).rpartition(".")[2]
+    return name if name.isidentifier() else snake_case(node.graph.class_name.rpartition(".")[2])

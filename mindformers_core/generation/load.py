@@ -5,6 +5,7 @@ import os
 import shutil
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -28,14 +29,15 @@ def load_module(name, source):
     """
     loaded = process_state().memo(__name__)
     number = loaded["modules"] = loaded.get("modules", -1) + 1
-    file, observer = (_folder() / f"{name}_{number}.py").resolve(), process_state().observer
-    text = observer.text(source.text)
+    file, instrumentation = (_folder() / f"{name}_{number}.py").resolve(), process_state().instrumentation
+    text = instrumentation.text(source.text)
     file.write_text(text, encoding="utf-8")
     rank = f"_{world().rank}" if process_state().is_simulated else ""  # simulated ranks share sys.modules
     module = ModuleType(f"mindformers_core_generated{rank}_{file.stem}")
     module.__file__ = str(file)
     vars(module).update((constant, _tensor(content)) for constant, content in source.constants.items())
-    observer.loaded(module, source)
+    module.observed = partial(process_state().observer.observed, source)
+    instrumentation.loaded(module, source)
     sys.modules[module.__name__] = module  # the parser of @ms.jit looks for it there
     exec(compile(text, module.__file__, "exec"), vars(module))
     return module

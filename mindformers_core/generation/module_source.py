@@ -1,12 +1,13 @@
 """From a propagated plan to one readable Python module: a function for every distinct `CellPlan` in it."""
 
+from dataclasses import dataclass
 from itertools import chain, count
 from keyword import iskeyword
 
 from mindspore import nn
 
 from mindformers_core.communication.communicator import collective_attributes
-from mindformers_core.generation.function_source import FunctionSource
+from mindformers_core.generation.function_source import function_source, operator_hint
 from mindformers_core.layout import Layout
 from mindformers_core.lowering.operator_source import node_source, source_of
 from mindformers_core.program.deferral import PRODUCTS, deferrals
@@ -18,68 +19,107 @@ _RESERVED = ("ms", "ops", "self", "program", "mesh", "collectives", "communicato
 _RESERVED += ("observed", "keep_attribute")
 
 
-class ModuleSource:
-    """A generated module, not yet written.
+@dataclass(frozen=True)
+class ModuleOptions:
+    """What a module depends on besides its plan and Cells.
 
-    Args:
-        plan: the root's `CellPlan`.
-        cells: path of a Cell -> the class whose `construct` was captured.
-        taken: names that its functions must not have.
+    Attributes:
         header: lines of the module's docstring.
+        taken: names that its functions must not have.
         defer_weights: whether matmuls split the gradients of their weights off: see `deferral.py`.
         separate_collectives: whether each call of a collective has an object of its own: where PyNative differentiates
             a graph that recomputes Cells, MindSpore mixes up the saved tensors of several calls of one object.
         is_observed: whether functions report their tensors, by calls of `observed(cell, number, tensor)`, a function
             that the loader puts into the module.
+    """
+
+    header: tuple
+    taken: frozenset = frozenset()
+    defer_weights: bool = False
+    separate_collectives: bool = False
+    is_observed: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class ModuleSource:
+    """A generated module, not yet written to a file.
 
     Attributes:
         text: the source.
-        functions: `CellPlan` -> name of its function.
+        functions: `CellPlan` -> name of its function; callees before their callers, the root last.
         constants: name in the module -> `Constant`: tensors that the loader puts there.
         borrowed: `CellPlan` -> (attribute, `"parameter"` or `"cell"`, index among the graph's parameters or the
             plan's calls): attributes that a Cell is given since they lie outside of it.
         deferrals: `CellPlan` -> its `Deferral`; empty without `defer_weights`.
-        plans: the distinct `CellPlan`s, callees before their callers.
         observed: the `Observed` tensors by number; None without `is_observed`.
         kept: `(CellPlan, KeptAttribute)` by number; `keep_attribute(cell, number, tensors)`, which functions call,
             comes from the owner of the module.
-        imports: lines.
         sites: name of a function -> `(line of the module, index of the instruction)` of its redistributions, in order.
+    """
+
+    text: str
+    functions: dict
+    constants: dict
+    borrowed: dict
+    deferrals: dict
+    observed: tuple | None
+    kept: tuple
+    sites: dict
+
+
+def write_module(plan, cells, options):
+    """The `ModuleSource` of a program.
+
+    Args:
+        plan: the root's `CellPlan`.
+        cells: path of a Cell -> the class whose `construct` was captured.
+        options: the `ModuleOptions`.
+
+    Raises:
+        ValueError: an argument of a Cell has a name that the module needs.
+    """
+    writer = ModuleWriter(plan, cells, options)
+    written = {name: function_source(each, writer, name) for each, name in writer.functions.items()}
+    writer.check_arguments()
+    parts, sites = ["\n".join(writer.head(plan.mesh, options.header))], {}
+    line = parts[0].count("\n") + 4  # of the first function, after two empty lines
+    for name, (lines, places) in written.items():
+        sites[name] = [(line + offset, place) for offset, place in places]
+        parts.append("\n\n" + "\n".join(lines))
+        line += len(lines) + 2
+    observed = tuple(writer.observed) if options.is_observed else None
+    found = writer.functions, writer.constants, writer.borrowed, writer.deferrals, observed, tuple(writer.kept), sites
+    return ModuleSource("\n".join(parts) + "\n", *found)
+
+
+class ModuleWriter:
+    """What the functions of a module need at its top, collected while they are written.
+
+    Args:
+        plan, cells, options: see `write_module`.
+
+    Attributes:
+        functions, constants, borrowed, deferrals, observed, kept: see `ModuleSource`; lists for tuples.
+        root: the root's `CellPlan`.
+        imports: lines.
         reserved: names that no variable of a function may have; they grow.
         variables: names of variables of the functions, which nothing in the module may have.
     """
 
-    def __init__(self, plan, cells, taken, header, defer_weights=False, separate_collectives=False, is_observed=False):
-        self.observed, self.kept = [] if is_observed else None, []
-        self.cells, self.mesh = cells, plan.mesh
+    def __init__(self, plan, cells, options):
+        self.root, self.cells, self.is_observed = plan, cells, options.is_observed
         self.imports, self.variables = set(), set()
-        self.plans = _distinct(plan)
-        self.deferrals = deferrals(self.plans) if defer_weights else {}
-        self.constants, self.borrowed = {}, {}
-        self._collectives, self._instances, self._separate = {}, {}, separate_collectives
-        names, wanted = set(taken), [f"parallel_{snake_case(self._class_name(each))}" for each in self.plans]
-        self.functions = {each: _unique(name, names) for each, name in zip(self.plans, wanted)}
-        passed = [WEIGHTS] if any(each.takes_weights for each in self.plans) else []
-        passed += [PRODUCTS] if defer_weights else []
-        self.reserved = {*_RESERVED, *passed, *self.functions.values(), *_imported_functions(self.plans)}
-        sources = {name: FunctionSource(each, self) for each, name in self.functions.items()}
-        functions = {name: source.lines(name) for name, source in sources.items()}
-        self._check_arguments()
-        parts, self.sites = ["\n".join(self._head(header))], {}
-        line = parts[0].count("\n") + 4  # of the first function, after two empty lines
-        for name, lines in functions.items():
-            self.sites[name] = [(line + offset, place) for offset, place in sources[name].sites]
-            parts.append("\n\n" + "\n".join(lines))
-            line += len(lines) + 2
-        self.text = "\n".join(parts) + "\n"
+        self.observed, self.kept, self.constants, self.borrowed = [], [], {}, {}
+        plans, names = _distinct(plan), set(options.taken)
+        self.deferrals = deferrals(plans) if options.defer_weights else {}
+        self._collectives, self._instances, self._separate = {}, {}, options.separate_collectives
+        self.functions = {each: _unique(f"parallel_{snake_case(_class_name(each))}", names) for each in plans}
+        passed = [WEIGHTS] if any(each.takes_weights for each in plans) else []
+        passed += [PRODUCTS] if options.defer_weights else []
+        self.reserved = {*_RESERVED, *passed, *self.functions.values(), *_imported_functions(plans)}
 
-    @staticmethod
-    def _class_name(plan):
-        return plan.graph.class_name.rpartition(".")[2]
-
-    def _head(self, header):
+    def head(self, mesh, header):
         """The lines above the functions."""
-        mesh = self.mesh
         ranks = "" if tuple(mesh.rank_list) == tuple(range(mesh.size)) else f", {tuple(mesh.rank_list)}"
         used = ["communication import communicator", "layout import Layout", "mesh import DeviceMesh"]
         if "Layout.on(" not in str(self._collectives):
@@ -87,22 +127,21 @@ class ModuleSource:
         lines = ['"""' + header[0], *header[1:], '"""', "", *sorted(self.imports)]
         lines += [*(f"from mindformers_core.{each}" for each in used), ""]
         lines += [f"mesh = DeviceMesh({mesh.shape}, {mesh.axis_names}{ranks})", "collectives = communicator(mesh)"]
-        lines += [f"{name} = {text}" for text, name in self._collectives.items()]
-        lines += [f"{name} = {constructor}" for constructor, name in self._instances.items()]
+        lines += [f"{name} = {text}" for text, name in (self._collectives | self._instances).items()]
         if self.constants:
             lines += ["", "# Tensors that the model makes itself; the loader puts them here."]
             values = {name: constant.value for name, constant in self.constants.items()}
             lines += [f"# {name}: {value.dtype} {list(value.shape)}" for name, value in values.items()]
         return lines
 
-    def _check_arguments(self):
+    def check_arguments(self):
         """Raise an error where an argument of a Cell has a name that its module needs."""
         needed = {line.rpartition(" ")[2] for line in self.imports} | self.reserved
-        for plan in self.plans:
+        for plan in self.functions:
             for name in plan.graph.arguments:
                 if name in needed:
                     raise ValueError(
-                        f"Cell '{plan.graph.path}' ({self._class_name(plan)}): an argument of construct is called "
+                        f"Cell '{plan.graph.path}' ({_class_name(plan)}): an argument of construct is called "
                         f"'{name}', a name that generated modules need for something else: give it another one"
                     )
 
@@ -120,7 +159,7 @@ class ModuleSource:
     def keeper(self, keeper):
         """Name of the object of a `Keeper`."""
         self.imports.add(keeper.imports)
-        return self._instance(keeper.name, keeper.constructor)
+        return self._object(self._instances, keeper.name, keeper.constructor)
 
     def child(self, plan, call):
         """The expression for the Cell that is called; for a part of a Cell that is the Cell itself."""
@@ -136,22 +175,6 @@ class ModuleSource:
         if entry not in entries:
             entries.append(entry)
         return f"self.{entry[0]}"
-
-    @staticmethod
-    def called_name(call):
-        """A variable's name for the result of a call of a Cell."""
-        name = (call.node.child or call.node.graph.path).rpartition(".")[2]
-        return name if name.isidentifier() else snake_case(call.node.graph.class_name.rpartition(".")[2])
-
-    @staticmethod
-    def operator_name(operator):
-        """A variable's name for the result of an operator."""
-        return snake_case(operator).removesuffix("_ext").removesuffix("_ext_view").removesuffix("_view")
-
-    @staticmethod
-    def lifted_names(plan):
-        """The keyword arguments that carry a plan's `lifted` tensors."""
-        return [f"passed_{value.hint}_{place}" for place, (value, _) in enumerate(plan.lifted)]
 
     def _path_expression(self, plan, path):
         """`layers.0.weight` as `self.layers[0].weight`, as seen from the Cell of a plan."""
@@ -184,21 +207,19 @@ class ModuleSource:
     def collective(self, step):
         """Name of the object that carries out a step."""
         text = collective_source(step, len(self._collectives) if self._separate else 0)
-        if text not in self._collectives:
-            self._collectives[text] = self._global(collective_name(step))
-        return self._collectives[text]
+        return self._object(self._collectives, collective_name(step), text)
 
     def operator_call(self, node, args, kwargs):
         """An operator call as source; `NamedTensor`s stand for tensors."""
-        call = node_source(node, args, kwargs, self.operator_name(node.operator) + "_op")
+        call = node_source(node, args, kwargs, operator_hint(node.operator) + "_op")
         self.imports.update(call.imports)
-        function = call.instance and self._instance(*call.instance)
+        function = call.instance and self._object(self._instances, *call.instance)
         return call.expression(lambda operand: operand.name, function)
 
-    def _instance(self, hint, constructor):
-        if constructor not in self._instances:
-            self._instances[constructor] = self._global(hint)
-        return self._instances[constructor]
+    def _object(self, known, hint, constructor):
+        if constructor not in known:
+            known[constructor] = self._global(hint)
+        return known[constructor]
 
     def _global(self, hint):
         self.reserved.add(name := _unique(hint, self.reserved | self.variables))
@@ -224,10 +245,8 @@ def collective_name(step):
 
     Different permutes over the same axes have the same name, and so have views.
     """
-    shown = {"dim": "dim_{}", "to_dim": "to_{}", "op": "{}", "distance": "by_{}"}
-    attributes = [(name, value) for name, value in collective_attributes(step).items() if name in shown]
-    words = [step.kind, *step.axes, *(shown[name].format(value) for name, value in attributes if value != "sum")]
-    return "_".join(words).replace("-", "minus_")
+    words = " ".join([step.kind, *step.axes, *step.words(collective_attributes(step))])
+    return words.replace("-", "minus_").replace(" ", "_")
 
 
 def _text(value):
@@ -255,3 +274,7 @@ def _imported_functions(plans):
     nodes = [node for plan in plans for node in plan.graph.nodes if isinstance(node, OperatorNode)]
     sources = {source_of(node.operator) for node in nodes}
     return {source.rpartition(".")[2] for source in sources if "(" not in source and source.find(".") > 0}
+
+
+def _class_name(plan):
+    return plan.graph.class_name.rpartition(".")[2]

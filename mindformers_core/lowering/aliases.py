@@ -1,10 +1,7 @@
 """Tensors that share memory on one card: a value and its views, of which a write in place makes all others stale."""
 
-from mindspore import Tensor
-
 from mindformers_core.communication.world import process_state
 from mindformers_core.operators.registry import facts_of, rewritten
-from mindformers_core.program.structure import tree_leaves
 from mindformers_core.scopes import entered
 
 # views, or the input itself, beside those that records tell
@@ -57,17 +54,18 @@ def share_memory(tensors, results):
 
     Args:
         tensors: those among the arguments.
-        results: one tensor, or several.
+        results: one tensor, or several, of the first tensor's dtype; else they are copies.
     """
-    views = tree_leaves(results, Tensor)
+    views = results if isinstance(results, (tuple, list)) else (results,)
     for source, view in zip(tensors if len(tensors) == len(views) else tensors[:1] * len(views), views):
-        if view.dtype == source.dtype:  # else a copy
-            vars(view)["memory"] = _memory(source)
+        view.memory = _memory(source)
 
 
 def _memory(tensor):
     """`([number of writes, line of the last one, what it is if it outlives the call], the number when it was made)`."""
-    return vars(tensor).setdefault("memory", ([0, "", tensor.lasting()], 0))
+    if tensor.memory is None:
+        tensor.memory = [0, "", tensor.lasting()], 0
+    return tensor.memory
 
 
 def unwritable(tensor):
@@ -84,18 +82,19 @@ def note_write(tensor, where):
     """Record that a tensor was changed in place, at this line; its views, and what it is a view of, are stale then."""
     memory, _ = _memory(tensor)
     memory[:2] = memory[0] + 1, where
-    vars(tensor)["memory"] = memory, memory[0]
+    tensor.memory = memory, memory[0]
+    type(process_state()).has_writes = True
 
 
 def written_at(tensor):
     """The line of the write that made a tensor stale; None for one that isn't."""
-    memory, version = vars(tensor).get("memory", ((0,), 0))
+    memory, version = tensor.memory or ((0,), 0)
     return memory[1] if memory[0] != version else None
 
 
 def check_current(tensor):
     """Raise a `ValueError` for a distributed tensor that a write made stale."""
-    if "memory" in vars(tensor) and written_at(tensor) is not None:
+    if tensor.memory is not None and written_at(tensor) is not None:
         raise ValueError(
             f"a distributed tensor of shape {tensor.shape} is used after one of the same memory, such as a view of it, "
             "was changed in place: take a copy before, or take the view again"

@@ -9,13 +9,12 @@ from functools import partial
 
 import numpy as np
 from mindspore import Tensor, dtype as mstype, mint, ops
-from mindspore._c_expression import typing
-from mindspore.nn.layer.rnns import _DynamicRNNBase
 
 from mindformers_core.lowering import constant_sizes as sizes
 from mindformers_core.lowering.draws import DRAWN
 from mindformers_core.lowering.in_place import scatter_update, written
 from mindformers_core.lowering.indexing import index_tensor
+from mindformers_core.mindspore_private import RecurrentLayers, type_id_to_type
 from mindformers_core.operators.registry import facts_of, register_operator
 
 
@@ -37,15 +36,18 @@ def _normalised(x, scale, bias, mean, variance, is_training, momentum, epsilon):
     center, spread, channels = mean, variance, (1, -1) + (1,) * (x.ndim - 2)
     if is_training:
         dims = (0, *range(2, x.ndim))
-        center = mint.mean(wide, dims)
-        spread = mint.mean(ops.square(wide - ops.reshape(center, channels)), dims)
+        shown = mint.mean(wide, dims, keepdim=True)  # in the form in which all ranks need the sum, for one all-reduce
+        centered, center = wide - shown, ops.reshape(shown, (-1,))
+        spread = mint.mean(ops.square(centered), dims)
         if mean is not None:
             count = math.prod(x.shape) // x.shape[1]
             ops.assign(mean, mean * (1 - momentum) + ops.cast(center * momentum, mean.dtype))
             unbiased = spread * (momentum * count / max(count - 1, 1))
             ops.assign(variance, variance * (1 - momentum) + ops.cast(unbiased, variance.dtype))
+    else:
+        centered = wide - ops.reshape(center, channels)
     factor = ops.rsqrt(spread + epsilon) if scale is None else ops.rsqrt(spread + epsilon) * scale
-    y = (wide - ops.reshape(center, channels)) * ops.reshape(factor, channels)
+    y = centered * ops.reshape(factor, channels)
     y = y if bias is None else y + ops.reshape(bias, channels)
     return ops.cast(y, x.dtype), center, spread
 
@@ -81,7 +83,7 @@ def lstm(x, state, cell, weights, input_size, hidden_size, has_bias):
     parts = flat[: gates * input_size], flat[gates * input_size : end], flat[end:]
     *matrices, biases = (ops.reshape(part, (-1, size)) for part, size in zip(parts, (input_size, hidden_size, gates)))
     biases = (biases.sum(0), ops.zeros(gates)) if has_bias else (None, None)
-    y, (state, cell) = _DynamicRNNBase("LSTM").recurrent(x, (state[0], cell[0]), *matrices, *biases)
+    y, (state, cell) = RecurrentLayers("LSTM").recurrent(x, (state[0], cell[0]), *matrices, *biases)
     return y, ops.expand_dims(state, 0), ops.expand_dims(cell, 0), *(ops.zeros((1, 1)),) * 2
 
 
@@ -111,7 +113,7 @@ def clip_by_norm(x, clip_norm, axis):
 
 def created(value, x, size, dtype=None, device=None):
     """The result of `NewOnes` and its like: a tensor of `value`, of the dtype of `x` where none is given."""
-    return ops.full(tuple(size), value, dtype=x.dtype if dtype is None else typing.type_id_to_type(dtype))
+    return ops.full(tuple(size), value, dtype=x.dtype if dtype is None else type_id_to_type(dtype))
 
 
 def _write_rows(write, x, updates, indices):

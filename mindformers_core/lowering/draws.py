@@ -4,17 +4,16 @@ import math
 
 import numpy as np
 from mindspore import Tensor, dtype as mstype, ops
-from mindspore.common.generator import default_generator
 from mindspore.ops import auto_generate
 
 from mindformers_core.algorithms.draws import dtype_of
-from mindformers_core.algorithms.dropout import STEP
 from mindformers_core.lowering.constant_sizes import numbers
+from mindformers_core.mindspore_private import draw_state
 
 
 def _draw(name, *given, state=(), dtype=None):
     """A draw by one of the operators that draw; without a `state`, seed and offset, the generator moves on."""
-    return getattr(auto_generate, name)()(*given, *(state or default_generator._step(STEP)), dtype, None)
+    return getattr(auto_generate, name)()(*given, *(state or draw_state()), dtype, None)
 
 
 def _uniform_real(shape, *state):
@@ -50,7 +49,7 @@ def _log_normal(x, mean, std):
 
 
 def _permuted(n, seed=0, offset=0, dtype=mstype.int64):
-    return auto_generate.RandpermExt()(n, *default_generator._step(STEP), dtype_of(dtype))
+    return auto_generate.RandpermExt()(n, *draw_state(), dtype_of(dtype))
 
 
 def _normal_of(mean, std, *rest):

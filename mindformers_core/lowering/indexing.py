@@ -27,6 +27,8 @@ class IndexedTensor(Tensor):
     `h += f(h)` makes a new tensor: others may share the parts of the old one.
     """
 
+    memory = None  # see `aliases`
+
     @property
     def data(self):
         """This tensor."""

@@ -17,11 +17,11 @@ from operator import attrgetter
 
 import numpy as np
 from mindspore import Tensor, ops
-from mindspore._c_expression import typing
 from mindspore.ops import Primitive, auto_generate
 from mindspore.ops.auto_generate import cpp_create_prim_instance_helper, gen_ops_prim, pyboost_inner_prim
 
 from mindformers_core.lowering.corrected import OWN_FUNCTIONS
+from mindformers_core.mindspore_private import PYBOOST, Type, type_id_to_type
 from mindformers_core.operators import TensorMeta
 from mindformers_core.operators.registry import facts_of, rewritten
 from mindformers_core.operators.signature import spelled
@@ -221,7 +221,7 @@ def _same(value, usual):
 def _constant(parameter, value):
     """A constant as source; a placeholder as it is; a tuple or list that holds placeholders as a tuple of both."""
     if type(value) is int and parameter in _DTYPES:
-        value = typing.type_id_to_type(value)
+        value = type_id_to_type(value)
     if type(value) is int and parameter in WORDS:
         value = WORDS[parameter][value]
     if isinstance(value, np.generic):
@@ -229,7 +229,7 @@ def _constant(parameter, value):
     if isinstance(value, (tuple, list)):
         entries = tuple(_constant("", entry) for entry in value)
         return _written(entries) if all(isinstance(entry, str) for entry in entries) else entries
-    is_literal = value is None or isinstance(value, (bool, int, float, str, typing.Type, DType))
+    is_literal = value is None or isinstance(value, (bool, int, float, str, Type, DType))
     return literal(value) if is_literal else value
 
 
@@ -237,7 +237,7 @@ def literal(value):
     """The source of a number, string, None, dtype or `DType` (`ms.float32`), or of a structure of them."""
     if isinstance(value, (tuple, list, dict)):
         return structure_text(value, literal)
-    if isinstance(value, (typing.Type, DType)):
+    if isinstance(value, (Type, DType)):
         return f"ms.{value}".lower().replace("bool", "bool_")
     if isinstance(value, float) and repr(value) in ("inf", "-inf", "nan"):
         return f'float("{value!r}")'
@@ -306,11 +306,18 @@ def _ready():
     found = {value.name: name for name, value in objects if name.endswith("_op") and isinstance(value, Primitive)}
     for name, value in vars(pyboost_inner_prim).items():
         if name.endswith("_impl"):
-            found[type(value).__name__.removeprefix("_Pyboost").removesuffix("Prim")] = name
+            found[type(value).__name__.removeprefix(PYBOOST).removesuffix("Prim")] = name
     return found
 
 
+@cache
 def _parameters(function, skipped=0):
     """Parameter -> default, without the first `skipped`."""
     parameters = list(inspect.signature(function).parameters.values())[skipped:]
     return {parameter.name: parameter.default for parameter in parameters}
+
+
+def attributes_of(primitive):
+    """The arguments of a classic primitive's constructor by name. Some classes keep those of their base instead."""
+    names, known = _parameters(type(primitive).__init__, 1), primitive.init_attrs
+    return known if known.keys() <= names.keys() else {name: getattr(primitive, name) for name in names}

@@ -11,42 +11,23 @@ from mindformers_core.operators.registry import facts_of
 from mindformers_core.placement import axes_in
 
 
-def local_sizes(signature, mesh, axes_of):
+def _local_sizes(signature, mesh, axes_of):
     """Factor -> its size on one rank, where `axes_of` says which mesh axes shard it."""
     counts = {factor: mesh.axis_size(*axes_in(entry)) for factor, entry in axes_of.items()}
     return {factor: size // counts.get(factor, 1) for factor, size in signature.sizes.items()}
 
 
-def rounds_of(signature, mesh, axes_of):
+def _rounds(signature, mesh, axes_of):
     """How often a rank computes with tensors of the local sizes: once for every part along factors cut jointly."""
     joint = signature.joint_axes(axes_of).items()
     return prod(mesh.axis_size(*axes) ** (len(group) - 1) for group, axes in joint)
 
 
-def operations_of(name, sizes, inputs, outputs, may_view=True):
-    """Floating-point operations of one call of an operator.
-
-    Args:
-        name: of the operator.
-        sizes: factor -> its size.
-        inputs, outputs: numbers of elements of its tensors.
-        may_view: whether a call whose results are views costs nothing. Default: True.
-
-    Returns:
-        An integer: 2·m·n·k for products, attention (all scores, masked ones included) and convolutions; 1 to 10 for
-        each element of the largest tensor for others; 0 for views.
-    """
-    facts = facts_of(name)
-    if callable(facts.operations):
-        return facts.operations(sizes)
-    if may_view and facts.computes_nothing:
-        return 0
-    counted = outputs if facts.reads_a_part else [*inputs, *outputs]
-    return facts.operations * max(counted, default=0)
-
-
 def computation_seconds(name, signature, mesh, axes_of, dtypes, device_model):
     """Seconds of one forward call of an operator: a roofline of operations and of bytes read and written.
+
+    Operations are 2·m·n·k for products, attention (all scores, masked ones included) and convolutions; 1 to 10 for each
+    element of the largest tensor for others. Views take nothing.
 
     Args:
         name, signature: the operator and its `Signature`.
@@ -54,13 +35,13 @@ def computation_seconds(name, signature, mesh, axes_of, dtypes, device_model):
         dtypes: names of the dtypes of all inputs and outputs, in order.
         device_model: a `DeviceModel`.
     """
-    if facts_of(name).computes_nothing:
+    facts = facts_of(name)
+    if facts.computes_nothing:
         return 0.0
-    sizes = local_sizes(signature, mesh, axes_of)
+    sizes = _local_sizes(signature, mesh, axes_of)
     tensors = (*signature.inputs, *signature.outputs)
     elements = [prod([sizes[factor] for factors in dims for factor in factors]) for dims in tensors]
-    count = len(signature.inputs)
-    operations = operations_of(name, sizes, elements[:count], elements[count:])
-    each = [number * ITEM_BYTES[dtype] for number, dtype in zip(elements, dtypes)]
-    nbytes = sum(each[count:]) * 2 if facts_of(name).reads_a_part else sum(each)
-    return device_model.computation(operations, nbytes) * rounds_of(signature, mesh, axes_of)
+    each, count = [number * ITEM_BYTES[dtype] for number, dtype in zip(elements, dtypes)], len(signature.inputs)
+    counted, nbytes = (elements[count:], 2 * sum(each[count:])) if facts.reads_a_part else (elements, sum(each))
+    work = facts.operations(sizes) if callable(facts.operations) else facts.operations * max(counted, default=0)
+    return device_model.computation(work, nbytes) * _rounds(signature, mesh, axes_of)

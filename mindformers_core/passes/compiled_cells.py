@@ -8,8 +8,8 @@ segments (`CellPlan.compiled`).
 from functools import partial
 
 from mindspore import Parameter, Tensor, ops
-from mindspore.graph.api import _pynative_executor
 
+from mindformers_core.mindspore_private import pynative_executor
 from mindformers_core.passes.flat_calls import flatten_fn, treedef, unflatten_fn
 from mindformers_core.passes.weight_split import DeferredProduct
 from mindformers_core.program.deferral import PRODUCTS
@@ -63,7 +63,7 @@ class CompiledCells:
         products = kwargs.pop(PRODUCTS, None)
         arguments = args, {**kwargs, WEIGHTS: weights}
         graph, tensors = self._compiled(path, plan, program, products, arguments), tree_leaves(arguments, Tensor)
-        if plan.compiled == "again" and _pynative_executor.grad_flag():
+        if plan.compiled == "again" and pynative_executor.grad_flag():
             collectors = [each for product in tree_leaves(products, DeferredProduct) for each in product.collectors]
             outputs = self._tree.activations.checkpoint_call(graph, collectors, tensors)
         else:

@@ -1,13 +1,13 @@
 """Forward and backward passes in a thread: MindSpore's `GradOperation` keeps one stack of tapes for the whole process.
 
 The autograd of PyNative records on the tensors themselves where its flag, which belongs to the thread, is set;
-`run_backward`, a private function of MindSpore 2.10, differentiates. A Cell with a `bprop` needs a tape of the process:
-`custom_gradients` records it as a `_Function`.
+`run_backward`, a private function of MindSpore, differentiates. A Cell with a `bprop` needs a tape of the process:
+`custom_gradients` records it as a `Function`.
 """
 
-from mindspore import _c_expression, _Function, nn, ops
-from mindspore.graph.api import _no_grad, _pynative_executor
+from mindspore import nn, ops
 
+from mindformers_core import mindspore_private as private
 from mindformers_core.scopes import replaced
 
 
@@ -18,39 +18,40 @@ class ThreadTape:
         """Call `function(*inputs)`, and record what it computes."""
         for tensor in inputs:
             tensor.requires_grad_()
-        _pynative_executor.set_grad_flag(True)
+        private.pynative_executor.set_grad_flag(True)
         try:
             function(*inputs)
         finally:
-            _pynative_executor.set_grad_flag(False)
+            private.pynative_executor.set_grad_flag(False)
 
     def gradients(self, inputs, outputs, sens, weights):
         """The gradients of the recorded call's inputs and of weights, two tuples, from those of its outputs."""
         wanted = (*inputs, *weights)
-        recorded = [place for place, output in enumerate(outputs) if output._requires_grad]
+        recorded = [place for place, output in enumerate(outputs) if private.needs_gradient(output)]
         outputs, sens = (tuple(each[place] for place in recorded) for each in (outputs, sens))
         found = [None] * len(wanted)
         if outputs and wanted:
-            found = _c_expression.run_backward(outputs, sens, False, False, wanted, True, accumulate_grad=False)
+            found = private.run_backward(outputs, sens, False, False, wanted, True, accumulate_grad=False)
         found = [ops.zeros_like(one) if grad is None else grad for one, grad in zip(wanted, found, strict=True)]
         return tuple(found[: len(inputs)]), tuple(found[len(inputs) :])
 
 
 def custom_gradients():
     """While open, MindSpore records Cells with a `bprop` in the calling thread's autograd, in all threads."""
-    return replaced(nn.Cell, _call_custom_bprop=_call_recorded)
+    return replaced(nn.Cell, **{private.CUSTOM_BPROP: _call_recorded})
 
 
 def _call_recorded(cell, *args, **kwargs):
-    return _CustomGradient.apply(cell, *(cell._construct_sig.bind(*args, **kwargs).args if kwargs else args))
+    given = private.construct_signature(cell).bind(*args, **kwargs).args if kwargs else args
+    return _CustomGradient.apply(cell, *given)
 
 
-class _CustomGradient(_Function):
+class _CustomGradient(private.Function):
     """A call of a Cell with a `bprop`."""
 
     @staticmethod
     def forward(ctx, cell, *inputs):
-        with _no_grad():
+        with private.no_grad():
             ctx.out = cell.construct(*inputs)
         ctx.cell, ctx.inputs = cell, inputs
         return ctx.out

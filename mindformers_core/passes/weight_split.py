@@ -20,10 +20,10 @@ gradients.
     for parameter, part in deferred.weight_gradients(pending): …  # to be added to its ordinary gradient, if it has one
 """
 
-from mindspore import Parameter, Tensor, _Function, dtype as mstype, nn, ops
-from mindspore.graph.api import _no_grad
+from mindspore import Parameter, Tensor, dtype as mstype, nn, ops
 
 from mindformers_core.communication import communicator
+from mindformers_core.mindspore_private import Function, no_grad
 from mindformers_core.program.deferral import PRODUCTS, DeferredWeight, deferred_weights
 from mindformers_core.program.structure import tree_map
 from mindformers_core.sharding.declare import parameter_at
@@ -140,7 +140,7 @@ class DeferredGradients:
             Pairs (Parameter, its gradient or the deferred part of its gradient), each Parameter once.
         """
         sums, totals = {}, {}
-        with _no_grad():
+        with no_grad():
             for product, x, slope in pending:
                 left, right = (slope, x) if product.weight.transposed else (x, slope)
                 key = id(product.parameter), product.weight.steps
@@ -230,7 +230,7 @@ class _Product(nn.Cell):
         return ops.reshape(self.multiply_back(rows_of(dout), weight), x.shape), weight, rows_of(x), rows_of(dout)
 
 
-class _Recorded(_Function):
+class _Recorded(Function):
     """The operator in PyNative: its backward function appends the pair to `DeferredProduct.arrived`.
 
     The collectors are inputs so that the backward function runs even where the gradient of `x` isn't needed.

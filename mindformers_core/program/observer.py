@@ -1,4 +1,7 @@
-"""`Observer`: receives what generated programs compute, while they run. Pure Python."""
+"""What takes part in the programs of a rank: `Instrumentation` may change them, an `Observer` only sees. Pure Python.
+
+`process_state()` has one of each; those here do nothing.
+"""
 
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -18,16 +21,8 @@ class Observed:
     variable: str  # its name in the source
 
 
-class Observer:
-    """Receives what the programs of a rank compute; `process_state().observer` is the current one.
-
-    This class, the default, ignores all.
-
-    Attributes:
-        instruments: whether programs that are made now report their tensors; compiled ones can't.
-    """
-
-    instruments = False
+class Instrumentation:
+    """Changes how the programs of a rank are made, and in which dtypes they compute."""
 
     def placed(self, cell, parameters):
         """The Parameters that a Cell gets by `shard()`: id of the present one -> this rank's shard."""
@@ -38,7 +33,7 @@ class Observer:
         return name
 
     def planned(self, tree, path, plan):
-        """The `(CellGraph, CellPlan)` of a program of the Cell at `path`; `plan()` captures and propagates."""
+        """`(CellGraph, CellPlan, PythonState)` of a program of the Cell at `path`; `plan()` captures and plans."""
         return plan()
 
     def generated(self, key, generate):
@@ -50,10 +45,23 @@ class Observer:
         return text
 
     def loaded(self, module, source):
-        """Complete a generated module, with its constants, before it runs.
+        """Complete the module of a `ModuleSource`, which has its constants, before it runs."""
 
-        An instrumented one needs `observed(cell, number, tensor)`; `source.observed[number]` is the `Observed`.
-        """
+
+class Observer:
+    """Receives what the programs of a rank compute.
+
+    Attributes:
+        instruments: whether programs that are made now report their tensors; compiled ones can't.
+    """
+
+    instruments = False
+
+    def sharded(self, cell):
+        """A Cell has got its Parameters by `shard()`."""
+
+    def observed(self, source, cell, number, tensor):
+        """A program reports a tensor: `source.observed[number]` is its `Observed`, of the `ModuleSource`."""
 
     def in_pass(self, label, direction):
         """The context of a pass, "forward" or "backward".

@@ -3,13 +3,13 @@
 import math
 from dataclasses import dataclass, replace
 
-from mindformers_core.analysis.operations import operations
-from mindformers_core.hints import bytes_shown, operations_shown
+from mindformers_core.analysis.forward_seconds import forward_seconds
+from mindformers_core.hints import bytes_shown, seconds_shown
 from mindformers_core.program.name_ranges import layers_together
 from mindformers_core.program.producers import links_of
 from mindformers_core.recompute.explained import bytes_not_kept
 from mindformers_core.recompute.knapsack import improved, mixed, pieces_of
-from mindformers_core.recompute.pareto import Measured, best_of, corners, lower_hull, trade_of
+from mindformers_core.recompute.pareto import TICKS, Measured, best_of, corners, lower_hull, trade_of
 from mindformers_core.recompute.selection import kept_keys
 
 _SMALL = 400  # largest program, in instructions, in which local search changes every instruction
@@ -24,24 +24,24 @@ class Choice:
     Attributes:
         dropped: keys of the instructions whose results aren't saved (frozenset): each is recomputed once.
         saved_bytes: bytes of saved activations.
-        flops: recomputed operations.
+        seconds: forward seconds of what is recomputed, by the plan's device model.
         all_bytes: bytes of saved activations without recompute.
-        curve: Pareto points `(saved_bytes, flops)` from no recompute to the least memory, of all evaluated sets.
-            Operations ascend (two points may have 0, if some instruction costs none), bytes descend.
-        forward_flops: operations of the whole forward pass.
+        curve: Pareto points `(saved_bytes, seconds)` from no recompute to the least memory, of all evaluated sets.
+            Seconds ascend (two points may have 0, if some instruction costs none), bytes descend.
+        forward_seconds: those of the whole forward pass.
         parts: each key of `dropped`, in the order of the program -> bytes that its recomputation frees, those of its
             result and of copies of views that operators save (0 if only recomputed instructions read the result); and
-            the operations of one recomputation.
+            the seconds of one recomputation.
         problem: reason why the program has no gradients, if no set fits; else empty.
         least_bytes: the smallest reachable `saved_bytes`.
     """
 
     dropped: frozenset
     saved_bytes: int
-    flops: int
+    seconds: float
     all_bytes: int
     curve: tuple
-    forward_flops: int
+    forward_seconds: float
     parts: dict
     problem: str = ""
     least_bytes: int = 0
@@ -73,18 +73,18 @@ def choice_within(settings, program, boundaries=(), swapped=frozenset(), is_part
         prediction.saved_bytes,
         prediction.recomputed,
         not_kept,
-        lambda key: operations(places[key], prediction.algorithm),
+        lambda key: forward_seconds(places[key], prediction.algorithm),
         keep=kept_keys(settings, program, boundaries) | swapped,
         is_part=is_part,
     )
 
 
 def choose(plan, budget, saved_bytes, recomputed, not_kept, price, keep=(), is_part=False):
-    """The `Choice` with the fewest recomputed operations found that saves at most the part `budget` of all bytes.
+    """The `Choice` with the least recomputed time found that saves at most the part `budget` of all bytes.
 
     Instructions at the same position of equal layers are treated alike, unless the budget lies between two such sets:
     then the first layers follow one set and the other layers the other. Results of layers are saved, so the backward
-    pass recomputes at most one layer at a time. Trading operations for memory is the idea of Chen et al., "Training
+    pass recomputes at most one layer at a time. Trading time for memory is the idea of Chen et al., "Training
     Deep Nets with Sublinear Memory Cost", 2016; `pareto` and `knapsack` have the algorithms.
 
     Args:
@@ -93,7 +93,7 @@ def choose(plan, budget, saved_bytes, recomputed, not_kept, price, keep=(), is_p
         saved_bytes: (frozenset of dropped keys) -> saved bytes.
         recomputed: (frozenset of dropped keys) -> the subset that the backward pass recomputes.
         not_kept: (frozenset of dropped keys) -> {key: bytes that its recomputation frees}.
-        price: key -> operations of one recomputation.
+        price: key -> seconds of one recomputation.
         keep: keys of instructions that are never recomputed.
         is_part: whether the program is that of a pipeline stage; all stages share one budget.
 
@@ -137,7 +137,7 @@ def out_of_reach(budget, least_bytes, all_bytes, place, whose):
 
 
 def _within(limit, links, measured):
-    """The set with the fewest operations found within `limit` bytes."""
+    """The set with the least time found within `limit` bytes."""
 
     def fits(dropped):
         return measured.nbytes(dropped) <= limit
@@ -157,7 +157,7 @@ def _within(limit, links, measured):
         changeable = keys if is_small else keys[first:end]
         pieces = pieces_of([key for key in changeable if key in below - above], links.producers)
         better.append(improved(dropped, changeable, pieces, measured, limit, questions))
-    return min(better, key=lambda some: (measured.flops(some), measured.nbytes(some)))
+    return min(better, key=lambda some: (measured.ticks(some), measured.nbytes(some)))
 
 
 def _choice(dropped, links, measured, not_kept):
@@ -166,41 +166,42 @@ def _choice(dropped, links, measured, not_kept):
     dropped = rerun if measured.nbytes(rerun) == measured.nbytes(dropped) else dropped
     saves = not_kept(dropped)
     everything = measured.nbytes(frozenset()), 0
-    curve = [(nbytes, flops) for nbytes, flops, _ in best_of(measured.points())]
+    curve = [(nbytes, ticks / TICKS) for nbytes, ticks, _ in best_of(measured.points())]
     return Choice(
         dropped=dropped,
         saved_bytes=measured.nbytes(dropped),
-        flops=measured.flops(dropped),
+        seconds=measured.ticks(dropped) / TICKS,
         all_bytes=everything[0],
         curve=tuple(dict.fromkeys([everything, *curve])),
-        forward_flops=sum(map(measured.price, links.producers)),
-        parts={key: (saves.get(key, 0), measured.price(key)) for key in links.producers if key in dropped},
+        forward_seconds=sum(map(measured.price, links.producers)) / TICKS,
+        parts={key: (saves.get(key, 0), measured.price(key) / TICKS) for key in links.producers if key in dropped},
     )
 
 
 def described(choice, names):
-    """Lines of text: recomputed instructions, the bytes that each frees and its operations, and the sums.
+    """Lines of text: recomputed instructions, the bytes that each frees and its time, and the sums.
 
     Args:
         choice: a `Choice`.
         names: key of an instruction -> its name, as `"model.layers.0.mlp.silu"`; without one it is a redistribution.
             Equal names in consecutive layers share a line, as `model.layers.0-7.mlp.silu`; lines of 0 bytes and 0
-            operations are left out.
+            seconds are left out.
     """
     lines, parts, freed = [], [*choice.parts.items()], choice.all_bytes - choice.saved_bytes
     for name, places in layers_together([names.get(key, "a redistribution") for key, _ in parts]):
         lines.append((name, *map(sum, zip(*(parts[place][1] for place in places)))))
     lines.append(("kept in their place, to compute from", freed - sum(nbytes for _, nbytes, _ in lines), 0))
-    lines = [*(line for line in lines if line[1] or line[2]), ("together", freed, choice.flops)]
+    lines = [*(line for line in lines if line[1] or line[2]), ("together", freed, choice.seconds)]
     head = "computed again"
     width = max(len(head), *(len(name) for name, _, _ in lines))
     part = 100 * choice.saved_bytes / max(choice.all_bytes, 1)
-    share = 100 * choice.flops / max(choice.forward_flops, 1)
+    share = 100 * choice.seconds / (choice.forward_seconds or 1)
     return [
         f"{bytes_shown(choice.saved_bytes)} of {bytes_shown(choice.all_bytes)} of saved activations stay "
-        f"({part:.1f} %); {operations_shown(choice.flops)} are computed again, {share:.1f} % of the forward pass",
-        f"{head:{width}}  {'saves':>10}  {'operations':>12}",
-        *(f"{name:{width}}  {_signed(nbytes):>10}  {operations_shown(flops):>12}" for name, nbytes, flops in lines),
+        f"({part:.1f} %); what is computed again takes {seconds_shown(choice.seconds)}, {share:.1f} % of the forward "
+        "pass",
+        f"{head:{width}}  {'saves':>10}  {'takes':>10}",
+        *(f"{name:{width}}  {_signed(nbytes):>10}  {seconds_shown(time):>10}" for name, nbytes, time in lines),
     ]
 
 

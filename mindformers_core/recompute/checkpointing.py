@@ -3,6 +3,7 @@
 from mindspore import Parameter, nn, ops, recompute as mindspore_recompute
 
 from mindformers_core.dtypes import dtype_name
+from mindformers_core.mindspore_private import needs_gradient
 from mindformers_core.operators.signature import is_float
 
 
@@ -15,7 +16,7 @@ def checkpoint_call(function, others, tensors):
         tensors: its arguments.
     """
     # MindSpore's recompute accepts gradients of floating tensors only
-    needed = [place for place, each in enumerate(tensors) if each._requires_grad and is_float(dtype_name(each.dtype))]
+    needed = [place for place, each in enumerate(tensors) if needs_gradient(each) and is_float(dtype_name(each.dtype))]
 
     def run(*given):
         filled = [_plain(tensor) for tensor in tensors]

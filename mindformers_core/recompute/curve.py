@@ -1,10 +1,10 @@
-"""A picture of a budget's Pareto curve: saved bytes against recomputed operations. Pure Python."""
+"""A picture of a budget's Pareto curve: saved bytes against recomputed time. Pure Python."""
 
 from html import escape
 from math import floor, log10
 
 from mindformers_core.explaining.style import HUES, STYLE
-from mindformers_core.hints import byte_unit, bytes_shown, operations_shown
+from mindformers_core.hints import byte_unit, bytes_shown, seconds_shown
 
 _WIDTH, _HEIGHT = 720, 440
 _LEFT, _RIGHT, _TOP, _BOTTOM = 72, 690, 78, 382  # of the axes
@@ -25,24 +25,24 @@ text {{ fill: var(--soft); }}
 def curve_picture(choice):
     """The curve of a `Choice` as an SVG picture (text), light or dark as the reader's system.
 
-    The horizontal axis has the saved bytes, the vertical axis the recomputed operations as a part of the forward pass.
+    The horizontal axis has the saved bytes, the vertical axis the recomputed time as a part of the forward pass.
     Each point is Pareto-optimal among all evaluated sets; the large point is the choice.
     """
     size, unit = byte_unit(choice.all_bytes)
     across = max(choice.all_bytes, 1) / size
-    forward = max(choice.forward_flops, 1)
-    up = max([100 * flops / forward for _, flops in choice.curve] + [1e-9])
+    forward = choice.forward_seconds or 1
+    up = max([100 * seconds / forward for _, seconds in choice.curve] + [1e-9])
     columns, rows = _ticks(across), _ticks(up)
     right, top = max(across, columns[-1]), max(up, rows[-1])
 
     def x_of(nbytes):
         return _LEFT + (_RIGHT - _LEFT) * nbytes / size / right
 
-    def y_of(flops):
-        return _BOTTOM - (_BOTTOM - _TOP) * 100 * flops / forward / top
+    def y_of(seconds):
+        return _BOTTOM - (_BOTTOM - _TOP) * 100 * seconds / forward / top
 
-    points = [(x_of(nbytes), y_of(flops)) for nbytes, flops in choice.curve]
-    chosen = x_of(choice.saved_bytes), y_of(choice.flops)
+    points = [(x_of(nbytes), y_of(seconds)) for nbytes, seconds in choice.curve]
+    chosen = x_of(choice.saved_bytes), y_of(choice.seconds)
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" '
@@ -64,7 +64,7 @@ def _heading(choice):
     yield f'<text class="title" x="{_LEFT}" y="28">Activations kept against computed again</text>'
     yield (
         f'<text x="{_LEFT}" y="48">chosen: {bytes_shown(choice.saved_bytes)} of {bytes_shown(choice.all_bytes)} stay '
-        f"({100 * part:.1f} %); {operations_shown(choice.flops)} are computed again</text>"
+        f"({100 * part:.1f} %); what is computed again takes {seconds_shown(choice.seconds)}</text>"
     )
 
 
@@ -77,7 +77,7 @@ def _grid(columns, title):
 
 
 def _rows(rows):
-    """The axis of operations."""
+    """The axis of time."""
     for y, text in rows:
         yield f'<line class="grid" x1="{_LEFT}" y1="{y:.1f}" x2="{_RIGHT}" y2="{y:.1f}"/>'
         yield f'<text class="row" x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{text}</text>'
@@ -90,7 +90,7 @@ def _rows(rows):
 
 def _marked(x, y, choice):
     """The chosen point, with lines to both axes and its label."""
-    share = choice.flops / max(choice.forward_flops, 1)
+    share = choice.seconds / (choice.forward_seconds or 1)
     yield f'<path class="guide" fill="none" d="M {_LEFT} {y:.1f} H {x:.1f} V {_BOTTOM}"/>'
     yield f'<circle class="chosen" cx="{x:.1f}" cy="{y:.1f}" r="7"/>'
     anchor, shift = ("end", -12) if x > (_LEFT + _RIGHT) / 2 else ("start", 12)

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import mindspore as ms
 from mindspore import Tensor, ops
-from mindspore.graph.api import _no_grad
 
 from mindformers_core.communication.world import process_state
+from mindformers_core.mindspore_private import no_grad
 
 _HOST = "CPU"
 
@@ -44,7 +44,7 @@ class Arriving:
 def to_host(tensor):
     """A copy of a tensor on the host, for `to_device`; the tensor's memory is not freed before the copy ends."""
     device = _kind(tensor.device)
-    with _no_grad():
+    with no_grad():
         if device == _HOST:
             return _copied(tensor)
         stream, tensor = _stream(), tensor.contiguous()
@@ -58,7 +58,7 @@ def to_host(tensor):
 def to_device(host, device):
     """An `Arriving` copy of a result of `to_host` on a device, named as in `Tensor.device`."""
     device = _kind(device)
-    with _no_grad():
+    with no_grad():
         if device == _HOST:
             return Arriving(_copied(host))
         stream = _stream()

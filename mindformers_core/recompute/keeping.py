@@ -14,10 +14,12 @@ from contextlib import contextmanager
 from weakref import ref
 
 from mindspore import Parameter, Tensor
-from mindspore.graph.api import _no_grad, _pynative_executor, saved_tensors_hooks
+from mindspore.graph.api import saved_tensors_hooks
 
+from mindformers_core import mindspore_private as private
 from mindformers_core.communication.world import process_state
 from mindformers_core.program.structure import tree_map
+from mindformers_core.scopes import entered
 
 _KEY = "mindformers_core"
 
@@ -25,13 +27,8 @@ _KEY = "mindformers_core"
 @contextmanager
 def keeping():
     """Context in which the producing call of a tensor decides how autograd saves it. PyNative."""
-    state = process_state().memo(__name__)
-    before, state["session"] = state.get("session"), Session()
-    try:
-        with saved_tensors_hooks(_pack, _unpack):
-            yield
-    finally:
-        state["session"] = before
+    with entered(process_state().memo(__name__), "session", Session()), saved_tensors_hooks(_pack, _unpack):
+        yield
 
 
 class Session:
@@ -59,7 +56,7 @@ def _pack(tensor):
     if handle is not None:
         return _Saved(handle)
     unsettled = session().running[-1]
-    if unsettled is None or tensor._grad_node is None:
+    if unsettled is None or private.grad_node(tensor) is None:
         return tensor
     saved = _Saved(None, tensor)  # perhaps a result of the open call, not yet identified
     unsettled.append(saved)
@@ -72,7 +69,7 @@ def _unpack(saved):
 
 def _handle_of_copied(tensor):
     """The `Handle` of the view whose contiguous copy an operator has just made, or None."""
-    node = tensor._grad_node
+    node = private.grad_node(tensor)
     if node is None or node.name() != "Contiguous":
         return None
     made_by, index = node.next_functions[0]
@@ -84,7 +81,7 @@ def _handle_of_copied(tensor):
 
 def handle_of(tensor):
     """The `Handle` of a tensor that a `Keeper` produced, or None."""
-    reference = tensor._get_user_data(_KEY)
+    reference = private.get_user_data(tensor, _KEY)
     return None if reference is None else reference()
 
 
@@ -156,7 +153,7 @@ def kept(function, inputs, kind):
         kind: function of these two that returns an object with the method `handles`, such as `Recomputation`.
     """
     now = session()
-    if now is None or not _pynative_executor.grad_flag():
+    if now is None or not private.pynative_executor.grad_flag():
         return function(*inputs)
     call, unsettled = kind(function, inputs), []
     now.running.append(unsettled)
@@ -169,11 +166,11 @@ def kept(function, inputs, kind):
         if isinstance(tensor, Parameter):  # returned unchanged: it outlives the session, and so would a handle
             continue
         tensor.kept_by = handle
-        tensor._set_user_data(_KEY, ref(handle))
-        node, index = str(tensor._grad_node), tensor._output_index
+        private.set_user_data(tensor, _KEY, ref(handle))
+        node, index = str(private.grad_node(tensor)), private.output_index(tensor)
         now.made[node, index] = ref(handle)
         for saved in [each for each in unsettled if each.handle is None]:  # results that the call itself saved
-            if saved.tensor._output_index == index and str(saved.tensor._grad_node) == node:
+            if private.output_index(saved.tensor) == index and str(private.grad_node(saved.tensor)) == node:
                 saved.settle(handle)
     return result
 
@@ -216,7 +213,7 @@ class Recomputation:
             tree_map(lambda leaf: leaf.expect() if isinstance(leaf, Handle) else None, self.inputs)
         self._is_over = True
         inputs = tree_map(lambda leaf: leaf.read() if isinstance(leaf, Handle) else leaf, self.inputs)
-        with _no_grad():
+        with private.no_grad():
             result = self.function(*inputs)
         many = isinstance(result, (tuple, list))
         self._results = [tensor.contiguous() for tensor in (result if many else (result,))]

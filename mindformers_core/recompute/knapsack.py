@@ -4,7 +4,7 @@
 def mixed(keys, layer_bounds, above, below, fits):
     """A set that fits, combined from a set above the budget and a set below it.
 
-    The first layers drop the keys of `below`, the other layers those of `above`: for equal layers, bytes and operations
+    The first layers drop the keys of `below`, the other layers those of `above`: for equal layers, bytes and time
     lie on the line between both sets, the convex hull, so no other set is better. Tensors of early layers stay saved
     longest, so early layers follow `below`. A second bisection places the border within a layer.
 
@@ -56,7 +56,7 @@ def improved(dropped, near, pieces, measured, limit, questions):
         for changed in _changes(dropped, near, pieces, measured):
             if measured.asked >= end:
                 break
-            if measured.nbytes(changed) <= limit and measured.flops(changed) < measured.flops(dropped):
+            if measured.nbytes(changed) <= limit and measured.ticks(changed) < measured.ticks(dropped):
                 dropped, gained = changed, True
                 break
     return dropped

@@ -11,7 +11,7 @@ from mindformers_core.program.plan import called_cells, joined_path
 from mindformers_core.recompute.budget import described
 from mindformers_core.recompute.curve import curve_picture
 from mindformers_core.sharding.inspecting import prepare
-from mindformers_core.sharding.program import plan_call
+from mindformers_core.sharding.plan_passes import planned_call
 from mindformers_core.sharding.sharded_cells import tree_and_path, tree_of_root
 
 
@@ -91,11 +91,11 @@ def _plan(cell, inputs, named_inputs):
     if not tree.activations.is_active:
         return prepare(cell, *inputs, **named_inputs).plan
     program = tree.known_program(path, inputs, named_inputs)
-    return plan_call(tree, path, inputs, named_inputs)[1] if program is None else program.plan
+    return planned_call(tree, path, inputs, named_inputs, passes=())[1] if program is None else program.plan
 
 
 def write_curve(cell, path):
-    """Write the Pareto curve of a Cell under a budget: saved bytes against recomputed operations, and the choice.
+    """Write the Pareto curve of a Cell under a budget: saved bytes against recomputed time, and the choice.
 
     The curve is that of the last program of the Cell: from a call, `value_and_grad`, or `prepare()`.
 
@@ -104,8 +104,8 @@ def write_curve(cell, path):
         path: path of the file, an SVG picture.
 
     Returns:
-        The choice as a table in text: recomputed instructions, the bytes that each saves and the operations that each
-        costs.
+        The choice as a table in text: recomputed instructions, the bytes that each saves and the seconds that each
+        takes by the device model.
 
     Raises:
         TypeError: `cell` isn't sharded. ValueError: `cell` is no root, has no budget, or no program yet; no

@@ -1,36 +1,38 @@
-"""The Pareto curve of saved bytes against recomputed operations: corners of its convex hull. Pure Python.
+"""The Pareto curve of saved bytes against recomputed time: corners of its convex hull. Pure Python.
 
-Saving everything and recomputing everything are the ends of the curve. For any price of a byte in operations, the best
+Saving everything and recomputing everything are the ends of the curve. For any price of a byte in seconds, the best
 point is a minimum cut: a value is available in the backward pass if a gradient reads it, or if another value is
 recomputed from it; an available value is either saved, at the price of its bytes, or recomputed, at the price of its
-operations. The minimum cut for one price is the idea of PyTorch's partitioner (functorch,
+seconds. The minimum cut for one price is the idea of PyTorch's partitioner (functorch,
 `min_cut_rematerialization_partition`); all prices together give the lower convex hull of the curve.
 """
 
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
+from math import ceil
 
 from mindformers_core.recompute.minimum_cut import minimum_cost_closure
 
+TICKS = 10**12  # in a second: the search counts in picoseconds, whose sums are exact in any order
 _DEPTH = 5  # bisections of the curve far from the budget
 
 
 class Measured:
-    """Bytes and operations of sets of dropped instructions, with a cache.
+    """Bytes and time of sets of dropped instructions, with a cache.
 
     Args:
         saved_bytes, recomputed, price: see `budget.choose`.
 
     Attributes:
-        price: function of the key of an instruction: its operations.
+        price: function of the key of an instruction: its forward time, in ticks.
         asked: number of evaluations so far.
     """
 
     def __init__(self, saved_bytes, recomputed, price):
         self._saved_bytes, self._recomputed = saved_bytes, recomputed
         self._nbytes, self._rerun = {}, {}
-        self.price, self.asked = cache(lambda key: round(price(key))), 0
+        self.price, self.asked = cache(lambda key: ceil(price(key) * TICKS)), 0
 
     def nbytes(self, dropped):
         """Saved bytes without the results of `dropped`, a frozenset of keys."""
@@ -46,13 +48,13 @@ class Measured:
             self._rerun[dropped] = frozenset(self._recomputed(dropped))
         return self._rerun[dropped]
 
-    def flops(self, dropped):
-        """Recomputed operations."""
+    def ticks(self, dropped):
+        """Time of what is recomputed."""
         return sum(map(self.price, self.recomputed(dropped)))
 
     def points(self):
-        """`(bytes, operations, dropped)` of all evaluated sets."""
-        return [(self._nbytes[known], self.flops(known), known) for known in self._rerun if known in self._nbytes]
+        """`(bytes, ticks, dropped)` of all evaluated sets."""
+        return [(self._nbytes[known], self.ticks(known), known) for known in self._rerun if known in self._nbytes]
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +66,7 @@ class RematProblem:
         producers: group -> groups that produce its inputs.
         bases: group of views -> the group that owns their memory.
         sizes: group -> bytes of its results; 0 for views.
-        prices: group -> operations.
+        prices: group -> ticks.
         needed: groups whose results some gradient reads, and the groups that own their memory.
         droppable: groups that may be recomputed.
     """
@@ -86,7 +88,7 @@ class RematProblem:
 def trade_of(links, measured, keep):
     """The `RematProblem` of a program.
 
-    An instruction without operations counts as a view of its first input; others count with their results. Copies and
+    An instruction that takes no time counts as a view of its first input; others count with their results. Copies and
     statistics that this model leaves out make the search miss points, but the bytes of each point are evaluated.
 
     Args:
@@ -146,7 +148,7 @@ def _needed(keys, producers, measured):
 
 
 def corners(trade, limit):
-    """Sets of groups to drop, with ascending operations: the lower convex hull, finest around `limit`.
+    """Sets of groups to drop, with ascending time: the lower convex hull, finest around `limit`.
 
     Args:
         trade: a `RematProblem`.
@@ -158,7 +160,7 @@ def corners(trade, limit):
 
 
 def _between(trade, left, right, limit, depth):
-    """The corners between two corners, left to right, each `(groups, bytes, operations)`."""
+    """The corners between two corners, left to right, each `(groups, bytes, ticks)`."""
     fewer, more = left[1] - right[1], right[2] - left[2]
     around = left[1] > limit >= right[1]
     if fewer <= 0 or more <= 0 or (depth > _DEPTH and not around):
@@ -170,8 +172,8 @@ def _between(trade, left, right, limit, depth):
     return [*before, middle, *_between(trade, middle, right, limit, depth + 1)]
 
 
-def _cheapest(trade, byte_price, operation_price):
-    """`(groups to recompute, saved bytes, operations)` with the least sum at these prices."""
+def _cheapest(trade, byte_price, tick_price):
+    """`(groups to recompute, saved bytes, ticks)` with the least sum at these prices."""
     costs, implications = {}, []
     for group, size in trade.sizes.items():
         available, recomputed = ("available", group), ("recomputed", group)
@@ -179,7 +181,7 @@ def _cheapest(trade, byte_price, operation_price):
         if group in trade.bases:
             implications.append((available, ("available", trade.bases[group])))
         elif group in trade.droppable:
-            costs[recomputed] = operation_price * trade.prices[group] - byte_price * size
+            costs[recomputed] = tick_price * trade.prices[group] - byte_price * size
             implications.append((recomputed, available))
             implications += [(recomputed, ("available", maker)) for maker in trade.producers[group] if maker != group]
     found = minimum_cost_closure(costs, implications)
@@ -190,7 +192,7 @@ def _cheapest(trade, byte_price, operation_price):
 
 
 def best_of(points):
-    """The Pareto-optimal ones of points `(bytes, operations, set)`, operations ascending."""
+    """The Pareto-optimal ones of points `(bytes, ticks, set)`, ticks ascending."""
     best = []
     for point in sorted(points, key=lambda point: (point[1], point[0])):
         if not best or point[0] < best[-1][0]:
@@ -199,7 +201,7 @@ def best_of(points):
 
 
 def lower_hull(points):
-    """Corners of the lower convex hull of points `(bytes, operations, set)`, bytes descending."""
+    """Corners of the lower convex hull of points `(bytes, ticks, set)`, bytes descending."""
     hull = []
     for point in best_of(points):
         while len(hull) > 1 and _is_above(hull[-1], hull[-2], point):

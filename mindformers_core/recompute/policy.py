@@ -5,9 +5,9 @@ from contextlib import nullcontext
 from weakref import WeakKeyDictionary
 
 from mindspore import nn
-from mindspore.graph.api import _pynative_executor
 
 from mindformers_core.capture.algorithm_graph import algorithm_of
+from mindformers_core.mindspore_private import pynative_executor, recompute_in_graphs
 from mindformers_core.program.activation_policy import ActivationPolicy, Keeper
 from mindformers_core.program.partition import annotate, calls_alone, calls_of, unshared
 from mindformers_core.program.plan import joined_path
@@ -106,7 +106,7 @@ class ChosenActivations(ActivationPolicy):
                     "them twice: exclude it, or run in PyNative (recipe: context.mode: 1)"
                 )
         for inner in () if compiled else self._cells:
-            self.tree.cells[inner]._recompute(True, False)  # what recompute() does for graphs, not for PyNative
+            recompute_in_graphs(self.tree.cells[inner], True, False)  # as recompute(), but not in PyNative
         plan = program.plan if compiled else unshared(program.plan)  # else MindSpore confuses collectives in them
         self._compiled[plan] = program.path, compiled
         return plan
@@ -138,7 +138,7 @@ class ChosenActivations(ActivationPolicy):
 
     def check_compiling(self):
         """See `ActivationPolicy`."""
-        if self.recomputed_cells and _pynative_executor.grad_flag():
+        if self.recomputed_cells and pynative_executor.grad_flag():
             raise ValueError(
                 f"{self.tree.label('')} is recomputed, but PyNative differentiates a compiled function that calls it, "
                 "and keeps all of it: take gradients with zero.value_and_grad(hsdp(cell), compiled=True), or within "
@@ -199,7 +199,7 @@ class ChosenActivations(ActivationPolicy):
 
     def calling(self):
         """See `ActivationPolicy`."""
-        asked = _pynative_executor.grad_flag() or self.tree.cells[""].requires_grad  # mindspore.grad(cell) sets that
+        asked = pynative_executor.grad_flag() or self.tree.cells[""].requires_grad  # mindspore.grad(cell) sets that
         needed = asked and self.tree.compiling is None
         if needed:
             self.validate_for_backward()

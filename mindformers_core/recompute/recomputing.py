@@ -7,6 +7,7 @@ functions recompute whole Cells, see `checkpointing.py`.
 from dataclasses import fields
 
 from mindformers_core.hints import nearest
+from mindformers_core.mindspore_private import recompute_cell_of
 from mindformers_core.recompute.policy import ChosenActivations
 from mindformers_core.recompute.settings import RecomputeSettings, SwapSettings
 from mindformers_core.scopes import errors_at
@@ -76,7 +77,7 @@ def _given(cell, function, which, settings, is_part):
         return cell
     tree = tree_of_root(cell, function, ", and name this one in a pattern")
     for path, child in tree.cells.items():
-        if child._recompute_cell is not None:
+        if recompute_cell_of(child) is not None:
             raise ValueError(
                 f"{tree.label(path)} is recomputed by its own recompute() already: leave that out, and select it here"
             )

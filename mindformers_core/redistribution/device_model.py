@@ -99,10 +99,6 @@ class DeviceModel:
         """Seconds of an operator with so many floating-point operations, which reads and writes so many bytes."""
         return self.operator_launch + max(operations / self.operations_per_second, nbytes / self.memory_bandwidth)
 
-    def operations_of(self, axes, nbytes):
-        """Operations that the device computes while a rank sends `nbytes` over `axes`."""
-        return round(nbytes / self.link_over(axes).bandwidth * self.operations_per_second)
-
     def step_rates(self, kind, op, axes, group_size):
         """The cost of step `kind`, forward and backward together: `(seconds, seconds a byte)`."""
         forward, backward = (_rates(self, name, axes, group_size) for name in STEP_KINDS[kind].runs(op))

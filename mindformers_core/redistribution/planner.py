@@ -31,20 +31,11 @@ class Plan:
         source: layout before.
         target: layout after.
         steps: tuple of `Step`; empty where the layouts are equal.
-        forward_cost: seconds that the device model gives for the forward collectives.
-        backward_cost: the same for the gradient.
     """
 
     source: Layout
     target: Layout
     steps: tuple
-    forward_cost: float
-    backward_cost: float
-
-    @property
-    def cost(self):
-        """Seconds, forward and backward together; the planner minimises them."""
-        return self.forward_cost + self.backward_cost
 
     def __str__(self):
         return "\n".join(str(step) for step in self.steps) or f"nothing to do: {self.source}"
@@ -84,7 +75,7 @@ def plan_redistribution(source, target, shape, dtype, device_model=CPU):
 def _plan(source, target, shape, itemsize, model):
     _check(source, target, shape, model)
     if source == target:
-        return Plan(source, target, (), 0.0, 0.0)
+        return Plan(source, target, ())
     if (source.dims, target.dims) != (source.axes, target.axes) and _is_strided_otherwise(source, target):
         return _strided_plan(source, target, shape, itemsize, model)
     space = SearchSpace(source, target, shape, itemsize)
@@ -93,12 +84,7 @@ def _plan(source, target, shape, itemsize, model):
         after = space.layout(*state)
         steps.append(Step(*what, layout, after, shape, itemsize))
         layout = after
-
-    def seconds(runs):
-        return sum(model.seconds(name, step.axes, step.group_size, step.whole) for step, (name, _) in zip(steps, runs))
-
-    costs = seconds(step.forward for step in steps), seconds(step.backward for step in steps)
-    return Plan(source, target, tuple(steps), *costs)
+    return Plan(source, target, tuple(steps))
 
 
 def _is_strided_otherwise(source, target):
@@ -117,15 +103,14 @@ def _strided_plan(source, target, shape, itemsize, model):
         pairs = (takewhile(lambda pair: pair[0] == pair[1], zip(*entries)) for entries in zip(source.dims, target.dims))
         between = source.replace(dims=[[each for each, _ in pair] for pair in pairs])
         legs = [_plan(source, between, shape, itemsize, model), _plan(between, target, shape, itemsize, model)]
-        costs = [sum(leg.forward_cost for leg in legs), sum(leg.backward_cost for leg in legs)]
-        return Plan(source, target, legs[0].steps + legs[1].steps, *costs)
+        return Plan(source, target, legs[0].steps + legs[1].steps)
     inner = _plan(*split, itemsize, model)
 
     def view(at, after, one, other):
         return Step("view", (), None, None, None, at, after, one, itemsize, other)
 
     first, last = view(source, inner.source, shape, split[2]), view(inner.target, target, split[2], shape)
-    return Plan(source, target, (first, *inner.steps, last), inner.forward_cost, inner.backward_cost)
+    return Plan(source, target, (first, *inner.steps, last))
 
 
 def _check(source, target, shape, model):

@@ -47,9 +47,12 @@ FREE = Price(0, 0.0, 0.0)
 
 def steps_price(steps, device_model):
     """The `Price` of pairs (`Step`, whether a gradient flows back through it): the collectives of all of them."""
-    runs = [(step, way) for step, gradient in steps for way in (step.forward, step.backward)[: 1 + gradient]]
-    seconds = (device_model.seconds(name, step.axes, step.group_size, step.whole) for step, (name, _) in runs)
-    return Price(0, sum(seconds), 0.0)
+    ways = [(step, step.forward) for step, _ in steps], [(step, step.backward) for step, gradient in steps if gradient]
+
+    def seconds(way):
+        return sum(device_model.seconds(name, step.axes, step.group_size, step.whole) for step, (name, _) in way)
+
+    return Price(0, sum(map(seconds, ways)), 0.0)
 
 
 @lru_cache(maxsize=65536)
@@ -59,7 +62,5 @@ def redistribution_price(source, target, shape, dtype, gradient, device_model):
     Args:
         source, target, shape, dtype, device_model: as of `plan_redistribution`.
     """
-    if source == target:
-        return FREE
-    plan = plan_redistribution(source, target, shape, dtype, device_model)
-    return Price(0, plan.forward_cost + (plan.backward_cost if gradient else 0.0), 0.0)
+    steps = plan_redistribution(source, target, shape, dtype, device_model).steps
+    return steps_price([(step, gradient) for step in steps], device_model)

@@ -12,7 +12,8 @@ from mindformers_core.dtypes import ITEM_BYTES, wire_dtype
 from mindformers_core.layout import Layout
 
 EXTREMES = ("max", "min")
-ALL_OPS = ("sum", "avg", *EXTREMES)
+SUMS = ("sum", "avg")
+ALL_OPS = (*SUMS, *EXTREMES)
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ class StepKind:
         attributes: names of the attributes of a `Step` that say which part of a tensor, or which reduction, it is.
         by_op: for some partial ops, `(forward, backward)` in place of these.
         ops: the partial ops of which the step is possible.
+        hint: what the tensor after it is called in generated code; "" where it goes by the steps around it.
+        text: of the forward operation in reports. Default: that of the operation.
     """
 
     source: str
@@ -36,6 +39,8 @@ class StepKind:
     attributes: tuple = ()
     by_op: tuple = ()
     ops: tuple = ALL_OPS
+    hint: str = ""
+    text: str = ""
 
     def runs(self, op):
         """`(forward, backward)` for partial `op`, or None."""
@@ -50,24 +55,24 @@ TO_PARTIAL_BY_OP = (("avg", ("identity", "scale")), *((op, ("identity", "all_red
 # A maximum sends its gradient to the ranks that hold it, in equal shares: these have to be counted, by an all-reduce.
 # A copy that became partial max collects such shares, so its gradient is their sum.
 STEP_KINDS = {
-    "slice": StepKind("replicate", "shard", "slice", "all_gather", ("dim",)),
-    "slice_varying": StepKind("varying", "shard", "slice", "pad", ("dim",)),
-    "all_gather": StepKind("shard", "replicate", "all_gather", "slice", ("dim",)),
-    "all_gather_varying": StepKind("shard", "varying", "all_gather", "reduce_scatter", ("dim",)),
-    "all_to_all": StepKind("shard", "shard", "all_to_all", "all_to_all", ("dim", "to_dim")),
-    "permute": StepKind("shard", "shard", "permute", "permute", ("source", "target")),
-    "reduce_scatter": StepKind("partial", "shard", "reduce_scatter", "all_gather", ("dim", "op")),
-    "all_reduce": StepKind("partial", "replicate", "all_reduce", "identity", ("op",), ALL_REDUCE_BY_OP),
-    "all_reduce_varying": StepKind("partial", "varying", "all_reduce", "all_reduce", ("op",), ops=("sum", "avg")),
-    "mark_varying": StepKind("replicate", "varying", "identity", "all_reduce"),
-    "unmark_varying": StepKind("varying", "replicate", "identity", "scale"),
-    "to_partial": StepKind("replicate", "partial", "mask", "identity", ("op",), TO_PARTIAL_BY_OP),
-    "to_partial_varying": StepKind("varying", "partial", "mask", "mask", ops=("sum",)),
-    "pad": StepKind("shard", "partial", "pad", "slice", ("dim",), ops=("sum",)),
+    "slice": StepKind("replicate", "shard", "slice", "all_gather", ("dim",), hint="slice"),
+    "slice_varying": StepKind("varying", "shard", "slice", "pad", ("dim",), hint="slice"),
+    "all_gather": StepKind("shard", "replicate", "all_gather", "slice", ("dim",), hint="whole"),
+    "all_gather_varying": StepKind("shard", "varying", "all_gather", "reduce_scatter", ("dim",), hint="whole"),
+    "all_to_all": StepKind("shard", "shard", "all_to_all", "all_to_all", ("dim", "to_dim"), hint="exchanged"),
+    "permute": StepKind("shard", "shard", "permute", "permute", ("source", "target"), hint="exchanged"),
+    "reduce_scatter": StepKind("partial", "shard", "reduce_scatter", "all_gather", ("dim", "op"), hint="scattered"),
+    "all_reduce": StepKind("partial", "replicate", "all_reduce", "identity", ("op",), ALL_REDUCE_BY_OP, hint="sum"),
+    "all_reduce_varying": StepKind("partial", "varying", "all_reduce", "all_reduce", ("op",), ops=SUMS, hint="sum"),
+    "mark_varying": StepKind("replicate", "varying", "identity", "all_reduce", hint="marked", text="marked varying"),
+    "unmark_varying": StepKind("varying", "replicate", "identity", "scale", hint="unmarked"),
+    "to_partial": StepKind("replicate", "partial", "mask", "identity", ("op",), TO_PARTIAL_BY_OP, hint="term"),
+    "to_partial_varying": StepKind("varying", "partial", "mask", "mask", ops=("sum",), hint="term"),
+    "pad": StepKind("shard", "partial", "pad", "slice", ("dim",), ops=("sum",), hint="padded"),
     # without placements, so never found by the search for a plan: the same elements in other dims, around the steps of
     # strided ones; and a ring, which distributed algorithms ask for
     "view": StepKind("", "", "view", "view", ("local_shape", "output_shape")),
-    "shift": StepKind("", "", "permute", "permute", ("distance",)),
+    "shift": StepKind("", "", "permute", "permute", ("distance",), hint="shifted"),
 }
 
 # Of each collective: how often a rank sends in turn, and how many n-ths of the *larger* of its input and output leave a
@@ -88,6 +93,19 @@ CARRIED = {
     | dict.fromkeys(("all_gather", "reduce_scatter"), COLLECTIVES["all_reduce"])
     | dict.fromkeys(("all_to_all", "permute"), (lambda n: 2 * (n - 1), lambda n: 2 * (n - 1) * n)),
 }
+
+
+# Operations that send nothing, in words.
+LOCAL_OPERATIONS = {
+    "slice": "sliced",
+    "pad": "put into zeros",
+    "mask": "zeros but on the first rank",
+    "scale": "scaled",
+    "identity": "nothing",
+    "view": "viewed in other dims",
+}
+# Attributes of steps, in words: a reduction, and where.
+ATTRIBUTES = {"op": "{}", "distance": "by {}", "dim": "dim {}", "to_dim": "to {}"}
 
 
 def wire_bytes(name, group_size, whole):
@@ -171,6 +189,11 @@ class Step:
     def _traffic(self, way):
         name = STEP_KINDS[self.kind].runs(self.op)[way]
         return name, wire_bytes(name, self.group_size, self.whole)
+
+    def words(self, attributes=tuple(ATTRIBUTES)):
+        """Its attributes of some names in words, `["avg", "dim 0"]`; a sum goes without saying."""
+        given = [(ATTRIBUTES[name], getattr(self, name)) for name in attributes if name in ATTRIBUTES]
+        return [text.format(value) for text, value in given if value not in (None, "sum")]
 
     def __str__(self):
         dims = "" if self.dim is None else f" dim {self.dim}"

@@ -1,14 +1,19 @@
-"""The boundary of a Cell in the eager engine: redistribution of its arguments and results to the declared layouts."""
+"""The boundary of a Cell: how arguments arrive; in the eager engine also their redistribution, and that of results."""
 
+from enum import Enum
+
+import numpy as np
 from mindspore import Tensor
 
 from mindformers_core.dtensor.dtensor import DTensor, borrowed, wrap
 from mindformers_core.dtypes import dtype_name
 from mindformers_core.layout import Layout, bind_layout
 from mindformers_core.lowering.aliases import check_current
-from mindformers_core.operators import tensor_meta
+from mindformers_core.mindspore_private import Type, needs_gradient
+from mindformers_core.operators import TensorMeta, tensor_meta
 from mindformers_core.program.structure import call_signature, tree_map
 from mindformers_core.propagation.boundaries import Declaration, boundary_target, check_outputs, no_tensor
+from mindformers_core.scopes import errors_at
 
 
 class Boundary:
@@ -74,7 +79,7 @@ class Boundary:
             if not isinstance(tensor, DTensor):
                 layout = self.arriving_layout(name, tensor.ndim)
                 shape, dtype = layout.global_shape(tensor.shape), dtype_name(tensor.dtype)
-                tensor = wrap(tensor, tensor_meta(shape, dtype, layout, constant=not tensor._requires_grad))
+                tensor = wrap(tensor, tensor_meta(shape, dtype, layout, constant=not needs_gradient(tensor)))
             elif self.is_root:
                 tensor = wrap(tensor.to_local(), tensor._meta)  # its redistributions are cached for one pass
             tensor = borrowed(tensor) if self.is_root else tensor
@@ -109,3 +114,63 @@ class Boundary:
             target = boundary_target(declared, self.mesh, tensor.shape, tensor.layout, weight_axes, name)
             self._targets[name, tensor._meta] = target
         return target
+
+
+def describe(leaf):
+    """The key of a leaf of the arguments: of a tensor its local shape, dtype and, of a DTensor, its layout."""
+    if isinstance(leaf, DTensor):
+        return tuple(leaf._local.shape), leaf._meta.dtype, leaf.layout
+    if isinstance(leaf, Tensor):
+        return tuple(leaf.shape), dtype_name(leaf.dtype), None
+    if isinstance(leaf, TensorMeta):
+        return leaf.shape, leaf.dtype, leaf.layout
+    if leaf is None or isinstance(leaf, (bool, int, float, complex, str, slice, np.generic, Type, Enum)):
+        return type(leaf), repr(leaf)  # since 1 == 1.0 == True, and 0.0 == -0.0
+    raise TypeError(
+        f"a sharded Cell takes tensors, numbers, strings, None, and tuples, lists and dicts of them, not {leaf!r} "
+        f"({type(leaf).__name__}), which may change without its program being made anew: keep it in the Cell"
+    )
+
+
+def bind_arguments(tree, path, args, kwargs):
+    """Bind the arguments of a call from outside to the parameters of `construct`.
+
+    Returns:
+        `(BoundArguments with a TensorMeta of the global shape for every tensor, list of (name of the argument, tensor,
+        Layout in which it arrives))`.
+    """
+    with errors_at(f"{tree.label(path)}, construct(): "):
+        bound = call_signature(tree.classes[path].construct).bind(tree.cells[path], *args, **kwargs)
+    boundary, arriving = tree.boundaries[path], []
+
+    def enter(leaf, name):
+        if not isinstance(leaf, (Tensor, TensorMeta)):
+            return leaf
+        shape, dtype, layout = describe(leaf)
+        layout = boundary.arriving_layout(name, len(shape)) if layout is None else layout
+        if layout.mesh != tree.mesh:
+            raise ValueError(
+                f"input '{name}' of {boundary.label} lives as {layout!r}, which is on another mesh than the Cell's, "
+                f"{tree.mesh!r}"
+            )
+        arriving.append((name, leaf, layout))
+        return TensorMeta(layout.global_shape(shape), dtype, None, False)
+
+    for name, value in list(bound.arguments.items())[1:]:
+        bound.arguments[name] = tree_map(lambda leaf, name=name: enter(leaf, name), value)
+    return bound, arriving
+
+
+def undeclared_inputs(arriving, boundary):
+    """The first sharded input and the first undeclared one, as text: together a frequent reason for shape errors."""
+    shapes = [(name, describe(leaf)[0], layout) for name, leaf, layout in arriving]
+    sharded = [(name, shape, layout) for name, shape, layout in shapes if any(layout.dims)]
+    declared = boundary.inputs if boundary.takes_parts else ()
+    undeclared = [(name, shape) for name, shape, at in shapes if name not in declared and shape and at.is_replicated]
+    if not sharded or not undeclared:
+        return ""
+    (name, local, layout), (other, shape) = sharded[0], undeclared[0]
+    return (
+        f"'{name}' {local}, which is {layout.global_shape(local)} in all, {layout}, but with '{other}' {shape} of no "
+        "declared layout, which is taken as whole: declare that, too, if each rank gives its part"
+    )

@@ -37,15 +37,14 @@ def _numbered(program):
     sites, numbers = {}, count(1)
 
     def visit(path, plan, graph):
-        called, written = called_graphs(plan, graph), program.source.sites[program.source.functions[plan]]
+        graphs, written = dict(called_graphs(plan, graph)), program.source.sites[program.source.functions[plan]]
         lines = grouped((place, line) for line, place in written)
         for place, entry in enumerate(plan.instructions):
             for line in lines.get(place, ()):
                 described = f"{path or 'the root Cell'}{_consumer(plan, place, entry)}"
                 sites.setdefault((path, line), (described, []))[1].append(next(numbers))
             if entry.plan is not None:
-                call, inner = next(each for each in called if each[0] is entry)
-                visit(joined_path(program.path, inner.path), call.plan, inner)
+                visit(joined_path(program.path, graphs[entry].path), entry.plan, graphs[entry])
 
     visit(program.path, program.generated, program.graph)
     return sites

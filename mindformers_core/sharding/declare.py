@@ -9,6 +9,7 @@ from mindspore.ops import Primitive
 
 from mindformers_core.hints import nearest
 from mindformers_core.layout import Layout, LayoutSpec, bind_layout
+from mindformers_core.mindspore_private import parameters_of
 from mindformers_core.program.graph import cell_label
 from mindformers_core.program.plan import joined_path
 from mindformers_core.program.structure import call_signature
@@ -62,7 +63,7 @@ def owner_and_name(path, cells):
     owner, name = "", path
     for place in [at for at, letter in enumerate(path) if letter == "."]:
         inner = path[:place]
-        if inner in cells and path[place + 1 :] in cells[inner]._params:
+        if inner in cells and path[place + 1 :] in parameters_of(cells[inner]):
             owner, name = inner, path[place + 1 :]
     return owner, name
 
@@ -70,7 +71,7 @@ def owner_and_name(path, cells):
 def parameter_at(path, cells):
     """The Parameter at a path that its Cell, one of `cells`, computes with."""
     owner, name = owner_and_name(path, cells)
-    return cells[owner]._params[name]
+    return parameters_of(cells[owner])[name]
 
 
 def _is_hook(cell, plan):
@@ -98,7 +99,7 @@ def _declaration(path, cell, parts, source):
     """Pairs (Cell path, `Declaration`): of the Cell, and of those below whose parameters it names by their paths."""
     where = f"{cell_label(path, cell)}, {source}"
     arguments = list(call_signature(type(cell).construct).parameters)[1:]
-    own = list(cell._params)
+    own = list(parameters_of(cell))
     inputs = _by_name(parts[0], arguments, arguments[:1], f"{where}: input layout", "construct() takes")
     outputs = _by_name(parts[1], None, [0], f"{where}: output layout", "")
     named = isinstance(parts[2], dict)

@@ -1,7 +1,6 @@
 """Observers of instrumented programs: which call of which Cell, in which pass, has computed a tensor."""
 
 from collections import Counter
-from functools import partial
 
 from mindspore import nn
 
@@ -19,16 +18,12 @@ class ProgramObserver(Observer):
         self._pass = self._direction = None
         self._seen = Counter()  # (pass, direction, id of tree, path, id of source, number) -> reports so far
 
-    def loaded(self, module, source):
-        """See `Observer`."""
-        module.observed = partial(self._observed, source)
-
     def in_pass(self, label, direction):
         """See `Observer`."""
         return replaced(self, _pass=label, _direction=direction)
 
-    def _observed(self, source, cell, number, tensor):
-        """A program reports a tensor. Of several calls it isn't known which one the backward pass computes again."""
+    def observed(self, source, cell, number, tensor):
+        """See `Observer`. Of several calls it isn't known which one the backward pass computes again."""
         tree, path = tree_and_path(cell)
         program = next(each for each in tree.programs.values() if each.source is source)
         seen = source.observed[number]

@@ -103,12 +103,12 @@ def unit_of(path, units):
 
 
 def computing_dtype(name):
-    """The name of the dtype to compute with in the place of one of the model: another one where an observer says so."""
-    return process_state().observer.dtype(name)
+    """The name of the dtype to compute with in the place of one of the model, as `Instrumentation` may change it."""
+    return process_state().instrumentation.dtype(name)
 
 
 def as_dtype(tensor, name):
-    """A tensor in the dtype of this name, or the observer's; the tensor itself where it has that dtype."""
+    """A tensor in the dtype of this name, or in its place; the tensor itself where it has that dtype."""
     name = computing_dtype(name)
     return tensor if dtype_name(tensor.dtype) == name else ops.cast(tensor, getattr(mstype, name))
 

@@ -2,7 +2,7 @@
 
 from contextlib import contextmanager
 
-from mindspore.graph.api import _pynative_executor
+from mindformers_core.mindspore_private import pynative_executor
 
 
 def forget_recordings():
@@ -10,10 +10,10 @@ def forget_recordings():
 
     The compiled gradients are cleared with them, so this function is for errors, not for every step.
     """
-    _pynative_executor.set_grad_flag(True)
-    _pynative_executor.new_graph(forget_recordings)  # else a gradient that hadn't begun is still counted
-    _pynative_executor.clear_res()
-    _pynative_executor.set_grad_flag(False)
+    pynative_executor.set_grad_flag(True)
+    pynative_executor.new_graph(forget_recordings)  # else a gradient that hadn't begun is still counted
+    pynative_executor.clear_res()
+    pynative_executor.set_grad_flag(False)
 
 
 @contextmanager
@@ -26,6 +26,6 @@ def no_gradient_left_waiting(cell):
     try:
         yield
     except Exception:
-        if cell.requires_grad and not _pynative_executor.grad_flag():
+        if cell.requires_grad and not pynative_executor.grad_flag():
             forget_recordings()
         raise

@@ -9,9 +9,11 @@ from mindformers_core.capture.algorithm_graph import algorithm_of
 from mindformers_core.capture.capture import capture
 from mindformers_core.communication import process_state, world
 from mindformers_core.dtensor.dtensor import placed_parameter
+from mindformers_core.dtensor.interception import intercept_operators
 from mindformers_core.hints import nearest
 from mindformers_core.layout import Layout, bind_layout
 from mindformers_core.mesh import DeviceMesh
+from mindformers_core.mindspore_private import parameter_lists_of, parameters_of, recompute_cell_of
 from mindformers_core.program.structure import tree_leaves
 from mindformers_core.propagation.propagate import derive_parameters
 from mindformers_core.redistribution import DeviceModel
@@ -78,6 +80,7 @@ def shard(
     if inputs is not None and not takes_full_batch:
         layouts = _derived_layouts(cell, mesh, declarations, layouts | whole, frozenset(whole), inputs, device_model)
     _place_parameters(cell, whole | layouts, seed)
+    intercept_operators()
     tree = ShardedTree(cell, mesh, declarations, takes_full_batch, check_inputs, device_model)
     for path in tree.cells if mode == "eager" else eager_cells(cell, plan):
         _check_eager(tree.label(path), declarations.get(path))
@@ -136,7 +139,8 @@ def _place_parameters(cell, layouts, seed):
     else:
         materialize(cell, seed, layouts, world().rank)
     placed = {id(p): placed_parameter(parts.get(path, p), layouts[path], shapes.get(path)) for path, p in named.items()}
-    replace_parameters(cell, process_state().observer.placed(cell, placed))
+    replace_parameters(cell, process_state().instrumentation.placed(cell, placed))
+    process_state().observer.sharded(cell)
     for _, child in cell.cells_and_names():
         if isinstance(child, mint.nn.SyncBatchNorm):
             child.world_size = 1
@@ -145,17 +149,17 @@ def _place_parameters(cell, layouts, seed):
 def replace_parameters(cell, placed):
     """Replace the Parameters of a Cell and of all below; `placed`: id of a present Parameter -> the new one."""
     for _, child in cell.cells_and_names():
-        for name, parameter in child._params.items():
+        for name, parameter in parameters_of(child).items():
             if parameter is not None:
-                child._params[name] = placed[id(parameter)]
+                parameters_of(child)[name] = placed[id(parameter)]
         for name, value in list(child.__dict__.items()):
             if isinstance(value, (tuple, list)) and value and all(id(entry) in placed for entry in value):
                 del child.__dict__[name]  # so that reading it calls `__getattr__`, which returns views
-                child._params_list[name] = ParameterTuple([placed[id(parameter)] for parameter in value])
+                parameter_lists_of(child)[name] = ParameterTuple([placed[id(parameter)] for parameter in value])
     for _, child in cell.cells_and_names():
-        if child._recompute_cell is not None:  # it remembers the parameters that it differentiates by
+        if recompute_cell_of(child) is not None:  # it remembers the parameters that it differentiates by
             trained = [parameter for parameter in computing_parameters(child) if parameter.requires_grad]
-            object.__setattr__(child._recompute_cell, "internal_params", trained)
+            object.__setattr__(recompute_cell_of(child), "internal_params", trained)
 
 
 def _declared_layouts(cell, mesh, declarations):
@@ -165,7 +169,7 @@ def _declared_layouts(cell, mesh, declarations):
         weights = declarations[path].weights if path in declarations else {}
         for name, given in weights.items():
             where = f"parameter '{name}' of {cell_label(path, child)}"
-            parameter = child._params[name]
+            parameter = parameters_of(child)[name]
             layout = bind_layout(given, mesh, parameter.ndim, name=where)
             layout.local_shape(parameter.shape, where)
             if declared.setdefault(id(parameter), layout) != layout:

@@ -4,12 +4,14 @@ import logging
 
 from mindspore import Parameter, ParameterTuple, Tensor, nn
 
+from mindformers_core.capture.algorithm_graph import eager_algorithm_price
 from mindformers_core.capture.traced import failed_site
 from mindformers_core.communication import process_state
 from mindformers_core.dtensor.dtensor import DTensor, parameter_meta, parameter_view, wrap
 from mindformers_core.dtensor.interception import draws_by_position
 from mindformers_core.hints import first_of, message_of
 from mindformers_core.lowering.aliases import adoptions
+from mindformers_core.mindspore_private import parameters_of
 from mindformers_core.program.structure import tree_leaves
 from mindformers_core.scopes import replaced
 from mindformers_core.sharding.compiling import choose_program
@@ -45,8 +47,8 @@ class ShardedCell:
     def __setattr__(self, name, value):
         """As MindSpore's; with another Parameter, programs are made anew."""
         tree, path = self.__dict__["_sharding"]
-        if isinstance(value, DTensor) and name in self._params:
-            return _view(self._params[name], tree).overwrite(value)
+        if isinstance(value, DTensor) and name in parameters_of(self):
+            return _view(parameters_of(self)[name], tree).overwrite(value)
         if isinstance(value, nn.Cell) and not name.startswith("_"):
             tree.check_new(f"{path}.{name}".strip("."), value)
         super().__setattr__(name, value)
@@ -160,8 +162,14 @@ class EagerCell(ShardedCell):
                 tree.follow_cells()
                 shapes = tuple(tuple(tensor.shape) for tensor in tree_leaves((args, kwargs), Tensor))
                 tree.compare_inputs(shapes, args, kwargs)
-            model = replaced(process_state(), device_model=tree.device_model)
-            with replaced(tree, views={}), tree.storage.call_scope(), draws_by_position(), adoptions(), model:
+            state, weights = process_state(), tree.parameter_layouts.values()
+            choosing = {
+                "algorithm_price": eager_algorithm_price,
+                "batch_axes": frozenset(tree.mesh.axis_names).difference(*(layout.cut_axes for layout in weights)),
+                "device_model": tree.device_model,
+            }
+            planned = replaced(state, **choosing, calls=state.memo(tuple(choosing.values())))
+            with replaced(tree, views={}), tree.storage.call_scope(), draws_by_position(), adoptions(), planned:
                 args, kwargs = tree.storage.cast_inputs(args, kwargs) if path == "" else (args, kwargs)
                 result = self.run_eagerly(*args, **kwargs)
                 return tree.storage.cast_outputs(result) if path == "" else result

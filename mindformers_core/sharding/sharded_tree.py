@@ -6,23 +6,23 @@ from contextlib import contextmanager
 from weakref import WeakValueDictionary
 
 from mindspore import nn
-from mindspore._c_expression import Cell_, MixedPrecisionType
 
 from mindformers_core.capture.python_state import CURES
 from mindformers_core.communication import process_state, world
 from mindformers_core.dtensor.dtensor import DTensor
+from mindformers_core.mindspore_private import leave_dtypes, recompute_cell_of
 from mindformers_core.program.activation_policy import ActivationPolicy
 from mindformers_core.program.graph import class_label
 from mindformers_core.program.passed_weights import weights_of_call
 from mindformers_core.program.plan import called_graphs, joined_path, parameter_path
 from mindformers_core.program.structure import tree_key, tree_map
 from mindformers_core.scopes import errors_at, replaced
-from mindformers_core.sharding.boundary import Boundary
+from mindformers_core.sharding.boundary import Boundary, bind_arguments, describe
 from mindformers_core.sharding.compiling import register_cell
 from mindformers_core.sharding.declare import parameter_at
 from mindformers_core.sharding.first_inputs import compare_inputs
 from mindformers_core.sharding.parameter_storage import ParameterStorage
-from mindformers_core.sharding.program import bind_arguments, describe, make_program
+from mindformers_core.sharding.program import make_program
 from mindformers_core.sharding.recordings import no_gradient_left_waiting
 from mindformers_core.sharding.replicas import check_replicas
 from mindformers_core.sharding.sharded_cells import EagerCell, GeneratedCell, located, sharded_class
@@ -85,7 +85,7 @@ class ShardedTree:
         self._unchanged = _with_own_gradient(self.classes)
         self._methods = {path: {} for path in self.cells}
         for path, cell in self.cells.items():
-            if cell._recompute_cell is not None and not hasattr(cell._recompute_cell, "wrap_cell"):
+            if recompute_cell_of(cell) is not None and not hasattr(recompute_cell_of(cell), "wrap_cell"):
                 raise ValueError(
                     f"{self.label(path)} has recompute(use_reentrant=False), which keeps the method that it had before "
                     "shard(): call recompute() after shard()"
@@ -141,8 +141,8 @@ class ShardedTree:
         kind = EagerCell if is_eager else GeneratedCell, self.classes[path], programs
         cell.__class__ = self._sharded_classes.get(kind) or self._sharded_classes.setdefault(kind, sharded_class(*kind))
         if not is_eager:
-            Cell_.set_mixed_precision_type(cell, MixedPrecisionType.NOTSET)  # for compilers; see `GeneratedCell`
-        wrapped = getattr(cell._recompute_cell, "wrap_cell", None)
+            leave_dtypes(cell)  # for compilers; see `GeneratedCell`
+        wrapped = getattr(recompute_cell_of(cell), "wrap_cell", None)
         if wrapped is not None:
             wrapped.function = cell.construct  # `recompute()` keeps the method that there was when it was called
 
@@ -180,7 +180,7 @@ class ShardedTree:
             if path == "":
                 self.compare_inputs(program.signature, args, kwargs, program)
             args, kwargs = tree_map(_local, (args, kwargs))
-            if self.cells[path]._recompute_cell is not None:
+            if recompute_cell_of(self.cells[path]) is not None:
                 kwargs["program"] = program.name  # the backward pass repeats the call with the same arguments
             try:
                 with replaced(self, running=program.name), self.storage.call_scope(), self.activations.calling():

@@ -10,12 +10,12 @@ from functools import wraps
 from itertools import takewhile
 from weakref import WeakKeyDictionary
 
-from mindspore import Parameter, Tensor, amp, nn
-from mindspore.ops.function import clip_func
+from mindspore import Parameter, Tensor, nn
 
 from mindformers_core.communication.world import process_state
+from mindformers_core.mindspore_private import ALL_FINITE, CLIP_BY_GLOBAL_NORM, TOTAL_NORM
 from mindformers_core.program.structure import tree_leaves
-from mindformers_core.scopes import entered
+from mindformers_core.scopes import entered, once
 from mindformers_core.sharding.compiling import ConstantOfPython
 
 # classes whose step takes norms, means or matrices of a tensor, by the algorithm's name: own ones are alike
@@ -32,6 +32,7 @@ def note_owner(owner):
 
     A norm of several gradients of such a stage is not that of the whole model.
     """
+    _check_always()
     _owners()[owner] = None
 
 
@@ -101,10 +102,10 @@ def _shapes(shape):
 
 
 check_whole = _CheckWhole()
-_total_norm, _all_finite = clip_func._cal_total_norm, amp._all_finite
+_total_norm, _all_finite = getattr(*TOTAL_NORM), getattr(*ALL_FINITE)
 
 
-class _ClipByGlobalNorm(clip_func._ClipByGlobalNorm):
+class _ClipByGlobalNorm(getattr(*CLIP_BY_GLOBAL_NORM)):
     def construct(self, x):
         return super().construct(x) if check_whole("ops.clip_by_global_norm", x) else x
 
@@ -150,8 +151,12 @@ def _checked(init):
     return checked
 
 
-# where MindSpore looks them up at every call, so that names imported before get the check, too
-clip_func._ClipByGlobalNorm, clip_func._cal_total_norm = _ClipByGlobalNorm, _checked_total_norm
-nn.ClipByNorm.construct, amp._all_finite = _checked_clip_by_norm, _checked_all_finite
-for _kind in (nn.Optimizer, nn.LARS, nn.AdaSumByGradWrapCell, nn.AdaSumByDeltaWeightWrapCell):
-    _kind.__init__ = _checked(_kind.__init__)
+@once
+def _check_always():
+    """Have MindSpore check, where it looks names up at every call: also those that were imported before."""
+    setattr(*CLIP_BY_GLOBAL_NORM, _ClipByGlobalNorm)
+    setattr(*TOTAL_NORM, _checked_total_norm)
+    setattr(*ALL_FINITE, _checked_all_finite)
+    nn.ClipByNorm.construct = _checked_clip_by_norm
+    for kind in (nn.Optimizer, nn.LARS, nn.AdaSumByGradWrapCell, nn.AdaSumByDeltaWeightWrapCell):
+        kind.__init__ = _checked(kind.__init__)

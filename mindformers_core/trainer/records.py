@@ -176,7 +176,7 @@ def progress_writer(total, interval, stream=None):
 def report_activations(recipe, mesh, rank, cells):
     """Print the recomputed and swapped operators of this rank's `cells`, by number of their stage.
 
-    Under a budget the curve of memory against recomputed operations is drawn into the run folder. Called on all ranks
+    Under a budget the curve of memory against recomputed time is drawn into the run folder. Called on all ranks
     after the first step, when there are programs; the first rank of every stage prints. Without recompute and swap
     nothing is printed.
     """

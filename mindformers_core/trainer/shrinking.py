@@ -19,7 +19,7 @@ from mindformers_core.program.plan import OperatorPlan, Redistribution
 from mindformers_core.program.structure import tree_leaves, tree_map
 from mindformers_core.propagation.resized import resized
 from mindformers_core.ranges import check_range
-from mindformers_core.sharding.program import annotated_plan
+from mindformers_core.sharding.plan_passes import planned_call
 from mindformers_core.sharding.sharded_cells import tree_of
 from mindformers_core.trainer.data import micro_batch
 from mindformers_core.trainer.pipeline_recipe import check_pipeline, layers_of_stages, micro_batches_of_a_run
@@ -56,7 +56,7 @@ def planned(recipe, choices=None, forgets=False, taken=lambda stage, *found: fou
 
     def plan_stage(stage, tree):
         saved = choices and partial(choices[stage], mesh=tree.mesh)
-        graph, plan = annotated_plan(tree, "", micro_batch(recipe, stage), {}, saved)
+        graph, plan, _ = planned_call(tree, "", micro_batch(recipe, stage), {}, saved)
         for constant in (each for call in graph.calls() for each in call.constants if forgets):
             constant.forget()
         return taken(stage, tree, graph, plan)

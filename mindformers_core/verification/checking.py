@@ -86,7 +86,7 @@ class Check:
         compared: number of tensors.
         rounded: number of those that differ by no more than rounding may, as `allowances` says.
         ties: `(order, place)` of the choices among equal numbers that were made otherwise.
-        sources: key -> `ModuleSource`, see `Observer.generated`.
+        sources: key -> `ModuleSource`, see `Instrumentation.generated`.
     """
 
     mesh: object

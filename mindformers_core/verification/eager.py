@@ -9,10 +9,10 @@ from mindformers_core.hints import first_of
 from mindformers_core.operators import TensorMeta
 from mindformers_core.passes.thread_tape import custom_gradients
 from mindformers_core.program.structure import tree_fill, tree_map
+from mindformers_core.sharding.boundary import bind_arguments
 from mindformers_core.sharding.declare import copy_cell, eager_cells
 from mindformers_core.sharding.initialize import materialize
 from mindformers_core.sharding.parameter_storage import as_computed
-from mindformers_core.sharding.program import bind_arguments
 from mindformers_core.sharding.replicas import check_result
 from mindformers_core.sharding.shard import shard
 from mindformers_core.sharding.sharded_cells import tree_of

@@ -4,7 +4,6 @@ import gc
 import re
 from contextlib import contextmanager
 from functools import partial
-from importlib import import_module
 
 import mindspore as ms
 import numpy as np
@@ -15,6 +14,7 @@ from mindformers_core.communication.world import process_state
 from mindformers_core.dtypes import dtype_name
 from mindformers_core.hints import listed
 from mindformers_core.lowering.corrected import CORRECTED
+from mindformers_core.mindspore_private import GLOBAL_SEED, SEEDS
 from mindformers_core.operators import facts_of, is_float
 from mindformers_core.passes.thread_tape import custom_gradients
 from mindformers_core.program.graph import OperatorNode
@@ -24,7 +24,7 @@ from mindformers_core.sharding.sharded_cells import tree_of
 from mindformers_core.verification.checking import FLOAT32_KERNELS, PRECISIONS, Check
 from mindformers_core.verification.comparison import largest
 from mindformers_core.verification.drawing import SEED
-from mindformers_core.verification.observing import RankObserver, place_of
+from mindformers_core.verification.observing import RankInstrumentation, RankObserver, place_of
 from mindformers_core.verification.ranges import compare_ranges, range_cases
 from mindformers_core.verification.rounding import EPS, allowances
 from mindformers_core.verification.stepping import compare_step
@@ -58,7 +58,7 @@ def seed_restored():
     try:
         yield
     finally:
-        import_module("mindspore.common.seed")._GLOBAL_SEED = seed
+        SEEDS[GLOBAL_SEED] = seed
         ms.dataset.config.set_seed(data)  # it seeds NumPy, too
         np.random.set_state(numbers)
         ms.set_rng_state(draws)
@@ -169,6 +169,7 @@ def _on_ranks(subject, work):
 def _compare_rank(subject, check, rank):
     """Compare a rank's first step; returns its `RankObserver` and its Cells."""
     observer = process_state().observer = RankObserver(rank, check)
+    process_state().instrumentation = RankInstrumentation(observer)
     cells = subject.build(rank)
     observer.enter_cells(cells, subject.replica(rank, cells))
     try:

@@ -11,6 +11,7 @@ from mindspore import Parameter, Tensor, ops
 from mindformers_core.communication.world import process_state
 from mindformers_core.dtypes import dtype_name
 from mindformers_core.lowering.operator_source import operator_function
+from mindformers_core.mindspore_private import get_user_data, needs_gradient, set_user_data
 from mindformers_core.operators import facts_of, is_float
 from mindformers_core.passes.thread_tape import ThreadTape
 from mindformers_core.program.graph import CallNode, match_arguments
@@ -88,8 +89,8 @@ def differentiated(cell, args, kwargs, slopes, weights):
 
 def is_known(tensor):
     """Whether this was asked of a tensor before."""
-    before = tensor._get_user_data(_KNOWN)
-    tensor._set_user_data(_KNOWN, True)
+    before = get_user_data(tensor, _KNOWN)
+    set_user_data(tensor, _KNOWN, True)
     return before is not None
 
 
@@ -268,7 +269,7 @@ class _Pass:
             if isinstance(value, Value):
                 place = call, value.id
                 self.values[place] = tensor
-                if tensor._requires_grad and not isinstance(tensor, Parameter) and not is_known(tensor):
+                if needs_gradient(tensor) and not isinstance(tensor, Parameter) and not is_known(tensor):
                     self.gradients[place] = np.zeros(())
                     tensor.register_hook(partial(self._came, place))
 

@@ -13,12 +13,12 @@ from mindformers_core.dtypes import dtype_name
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.operators.signature import is_float
 from mindformers_core.optimizers.adamw import AdamW
-from mindformers_core.program.observer import Observer
+from mindformers_core.program.observer import Instrumentation
 from mindformers_core.program.structure import tree_map
 from mindformers_core.sharding.declare import copy_cell, eager_cells
 from mindformers_core.sharding.initialize import materialize
 from mindformers_core.sharding.inspecting import prepare, programs
-from mindformers_core.sharding.program import annotated_plan
+from mindformers_core.sharding.plan_passes import planned_call
 from mindformers_core.sharding.shard import shard
 from mindformers_core.sharding.sharded_cells import tree_and_path, tree_of, tree_of_root
 from mindformers_core.tensor_parallel.clipping import ClipByGlobalNorm
@@ -137,12 +137,12 @@ class _Call:
     def _plan(self, rank):
         """Put the plan of a rank's mesh into `plans`, and initial values that only ranks have into `parameters`."""
         if self.model is None:
-            process_state().observer = _InitialValues(rank, self.parameters, self.plain)
+            process_state().instrumentation = _InitialValues(rank, self.parameters, self.plain)
         net = self.build(rank)[0]
         tree = tree_of(net)
         if (0, tree.mesh) not in self.plans:
             inputs = tree.storage.cast_inputs(*self._local_inputs(net, rank))
-            self.plans[0, tree.mesh] = annotated_plan(tree, "", *inputs)
+            self.plans[0, tree.mesh] = planned_call(tree, "", *inputs)[:2]
 
     def replica(self, rank, cells):
         """Number of the replica whose batch a rank computes."""
@@ -200,7 +200,7 @@ class _Call:
         return {(0, 0): list(zip(outputs, layouts, strict=True))}, gradients
 
 
-class _InitialValues(Observer):
+class _InitialValues(Instrumentation):
     """Puts the parts that `shard()` gives a rank into global arrays, `found` by path, and copies of the first rank's
     Cells, before they are sharded, into the list `plain`."""
 
@@ -208,7 +208,7 @@ class _InitialValues(Observer):
         self.rank, self.found, self.plain = rank, found, plain
 
     def placed(self, cell, parameters):
-        """See `Observer`."""
+        """See `Instrumentation`."""
         if self.rank == 0:
             self.plain.append(copy_cell(cell))
         for path, before in cell.parameters_and_names():

@@ -75,7 +75,7 @@ def _plans(tree, settings, units):
     """A `ParameterPlan` for every parameter of the tree, in order."""
     precision, holding = settings.precision, {}  # id of a parameter -> the units of the Cells that hold it
     for path, cell in tree.cells.items():
-        for parameter in cell._params.values():
+        for parameter in cell.get_parameters(expand=False):
             holding.setdefault(id(parameter), set()).add(unit_of(path, units))
     plans = []
     for path, parameter in tree.cells[""].parameters_and_names():

@@ -1,9 +1,9 @@
 """`value_and_grad()`: the micro-steps of a Cell under `hsdp()`, and the reduced gradients of a step."""
 
 from mindspore import ParameterTuple, ops
-from mindspore.graph.api import _pynative_executor
 
 from mindformers_core.algorithms.dropout import block_of, draws_of, next_draw
+from mindformers_core.mindspore_private import pynative_executor
 from mindformers_core.passes.forward_backward import ForwardBackward, is_differentiable
 from mindformers_core.passes.stage_function import StageFunction
 from mindformers_core.sharding.recordings import forget_recordings
@@ -96,7 +96,7 @@ class _GradientFunction:
         self._function.check_gradients()
 
     def _begin(self):
-        if _pynative_executor.grad_flag():  # an error has ended another gradient
+        if pynative_executor.grad_flag():  # an error has ended another gradient
             forget_recordings()
         self.storage.check_closed()
         self.storage.open(training=True)

@@ -1,12 +1,12 @@
 """`HsdpStorage`: the parameters of one sharded tree: sharded between steps, unsharded while they compute."""
 
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 
 from mindspore import nn
-from mindspore.graph.api import _pynative_executor
 
 from mindformers_core.algorithms.dropout import block_of, draws_of
+from mindformers_core.mindspore_private import pynative_executor, recompute_cell_of
 from mindformers_core.program.graph import cell_label
 from mindformers_core.scopes import replaced
 from mindformers_core.sharding.parameter_storage import ParameterStorage
@@ -122,7 +122,7 @@ class HsdpStorage(ParameterStorage):
                 )
         shards = {id(stored.shard) for stored in self.parameters if stored.is_copied}
         for cell in self.cells:
-            if any(id(parameter) in shards for parameter in getattr(cell._recompute_cell, "internal_params", ())):
+            if any(id(parameter) in shards for parameter in getattr(recompute_cell_of(cell), "internal_params", ())):
                 raise ValueError(
                     f"recompute() of a {type(cell).__name__} in {self.label} was called after hsdp(), and would give "
                     "gradients of parts: call it before"
@@ -173,10 +173,8 @@ class HsdpStorage(ParameterStorage):
                 yield
                 return
             self.open()
-            try:
+            with closing(self):
                 yield
-            finally:
-                self.close()
 
     def backward_scope(self):
         """See `ParameterStorage`."""
@@ -206,7 +204,7 @@ class HsdpStorage(ParameterStorage):
     def _refuse_gradients(self):
         """Raise `ValueError` where MindSpore records a call: with a flag of its own, or one of the Cell."""
         asking = [cell for cell in self.cells if cell.requires_grad]
-        if not (asking or _pynative_executor.grad_flag()):
+        if not (asking or pynative_executor.grad_flag()):
             return
         for cell in asking:
             cell.set_grad(False)  # mindspore.grad leaves it set after an error
@@ -283,7 +281,5 @@ def gathered(cell):
     storage = storage_of(cell)
     storage.check_closed()
     storage.open()
-    try:
+    with closing(storage):
         yield cell
-    finally:
-        storage.close()

@@ -7,9 +7,9 @@ devices with asynchronous launches overlap them with computation, CPU doesn't.
 """
 
 from mindspore import Tensor
-from mindspore.graph.api import _no_grad, _pynative_executor
 
 from mindformers_core.dtensor.dtensor import DTensor
+from mindformers_core.mindspore_private import needs_gradient, no_grad, pynative_executor
 from mindformers_core.program.structure import tree_map
 from mindformers_core.sharding.parameter_storage import unit_of
 from mindformers_core.sharding.sharded_cells import CONTAINERS, tree_of
@@ -57,7 +57,7 @@ class UnitSchedule:
     def gather_bucket(self, bucket):
         """Gather the weights of a bucket; nothing in a dry run."""
         if self.storage.collectives is not None:
-            with _no_grad():
+            with no_grad():
                 self.storage.collectives.gather([self.storage.parameters[number] for number in bucket.members])
 
     def call_cell(self, path, call, args, kwargs):
@@ -73,13 +73,13 @@ class UnitSchedule:
                 self._met.append(unit)
             self._hold(unit, +1)
             result = call(*args, **kwargs)
-            if _pynative_executor.grad_flag():
+            if pynative_executor.grad_flag():
                 tree_map(_OutputHook(self, unit).register, result)
             return result
         finally:
             self.called.pop()
             tree = tree_of(self.storage.cells[0])
-            if not (_pynative_executor.grad_flag() and tree.activations.keeps_weights(unit)):
+            if not (pynative_executor.grad_flag() and tree.activations.keeps_weights(unit)):
                 self._free(unit)
 
     def before_backward(self, unit):
@@ -143,7 +143,7 @@ class _OutputHook:
 
     def register(self, leaf):
         tensor = leaf.to_local() if isinstance(leaf, DTensor) else leaf
-        if isinstance(tensor, Tensor) and tensor._requires_grad:
+        if isinstance(tensor, Tensor) and needs_gradient(tensor):
             tensor.register_hook(self._gradient_came)
 
     def _gradient_came(self, gradient):

@@ -9,7 +9,7 @@ import numpy as np
 from mindformers_core.capture.capture import capture
 from mindformers_core.communication.world import rank_of
 from mindformers_core.generation.load import load_module
-from mindformers_core.generation.module_source import ModuleSource
+from mindformers_core.generation.module_source import ModuleOptions, write_module
 from mindformers_core.layout import bind_layout, layout
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.operators.registry import facts_of, rewritten
@@ -162,7 +162,8 @@ def _placed(graph, cell, place):
         except Exception as error:
             return "rejected", one_line(error), ""
         try:
-            source = ModuleSource(plan, {path: type(c) for path, c in cell.cells_and_names()}, set(), ["A sample."])
+            classes = {path: type(each) for path, each in cell.cells_and_names()}
+            source = write_module(plan, classes, ModuleOptions(("A sample.",)))
             load_module("sample", source)
         except Exception as error:
             return "program", one_line(error), ""

@@ -21,9 +21,9 @@ def rules_met(function, values, layouts):
     tensors_of, met = [], []
 
     class Recorded(dispatch._Program):
-        def __init__(self, name, args, kwargs, attributes, tensors):
+        def __init__(self, name, args, kwargs, attributes, tensors, *others):
             tensors_of.append(tensors)
-            super().__init__(name, args, kwargs, attributes, tensors)
+            super().__init__(name, args, kwargs, attributes, tensors, *others)
 
     def recorded_signature_of(*call):
         signature, tensors = signature_of(*call), tensors_of.pop()
@@ -32,8 +32,8 @@ def rules_met(function, values, layouts):
             met.append((places, list(map(is_float, tensors)), signature))
         return signature
 
-    process_state().memo(dispatch.__name__).clear()
+    process_state().calls.clear()
     with patch.object(dispatch, "_Program", Recorded), patch.object(dispatch, "signature_of", recorded_signature_of):
         function(*given)
-    process_state().memo(dispatch.__name__).clear()
+    process_state().calls.clear()
     return met

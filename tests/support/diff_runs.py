@@ -8,8 +8,9 @@ import mindspore as ms
 import numpy as np
 from mindspore import nn, ops
 
-from mindformers_core.diff.recorder import DigestRecorder
+from mindformers_core.communication import world
 from mindformers_core.diff.runs import Run
+from mindformers_core.program.observer import Instrumentation
 from mindformers_core.sharding.sharded_cells import tree_and_path
 from mindformers_core.trainer.diffing import run_simulated
 from mindformers_core.trainer.recipe_loader import load_recipe
@@ -69,21 +70,21 @@ class Planted:
 
     def enter(self, monkeypatch):
         """Plant the fault until the test ends."""
-        before_text, before_loaded = DigestRecorder.text, DigestRecorder.loaded
+        before_text, before_loaded = Instrumentation.text, Instrumentation.loaded
         variable = self.variable.partition(" = ")[0]
         line = self.variable if variable != self.variable else f"{variable} = "
         pattern = re.compile(rf"^    {re.escape(line)}.*$", re.MULTILINE)
 
-        def text(recorder, source):
+        def text(given, source):
             last = f"    {variable} = planted(self, {variable}, {self.source or None})"
-            return pattern.sub(lambda match: f"{match[0]}\n{last}", before_text(recorder, source))
+            return pattern.sub(lambda match: f"{match[0]}\n{last}", before_text(given, source))
 
-        def loaded(recorder, module, source):
-            before_loaded(recorder, module, source)
-            module.planted = partial(self._planted, recorder.rank)
+        def loaded(given, module, source):
+            before_loaded(given, module, source)
+            module.planted = partial(self._planted, world().rank)
 
-        monkeypatch.setattr(DigestRecorder, "text", text)
-        monkeypatch.setattr(DigestRecorder, "loaded", loaded)
+        monkeypatch.setattr(Instrumentation, "text", text)
+        monkeypatch.setattr(Instrumentation, "loaded", loaded)
 
     def _planted(self, rank, cell, tensor, other):
         if tree_and_path(cell)[1] != self.cell or self.ranks is not None and rank not in self.ranks:

@@ -6,9 +6,12 @@ from mindformers_core.capture.capture import capture
 from mindformers_core.layout import bind_layout, layout
 from mindformers_core.program.structure import tree_leaves
 from mindformers_core.propagation.propagate import propagate
+from mindformers_core.redistribution import DeviceModel, Link
 from mindformers_core.sharding.declare import collect_declarations
 
-__all__ = ["captured", "planned", "silent_algorithm"]
+__all__ = ["COUNTING", "captured", "planned", "silent_algorithm"]
+
+COUNTING = DeviceModel("counting", 1.0, 0.0, Link(0.0, 1.0))  # a second for an operation, and for a sent byte
 
 
 def planned(*call, **settings):

@@ -1,10 +1,12 @@
 """Runs a `CellPlan` in NumPy, forward, on simulated ranks: a tensor is a dict from rank to array."""
 
+from functools import reduce
+
 import numpy as np
 from support.simulated_ranks import distribute, run_forward
 
-from mindformers_core.program.graph import match_arguments
-from mindformers_core.program.plan import CallPlan, Redistribution
+from mindformers_core.program.environment import follow
+from mindformers_core.program.plan import CallPlan, Redistribution, joined_path
 from mindformers_core.program.structure import tree_leaves, tree_map
 from mindformers_core.redistribution import CPU, plan_redistribution
 
@@ -49,62 +51,44 @@ def simulate(plan, inputs, parameters, rng):
         parameters: path -> global array.
         rng: draws the terms of partial sums.
     """
-    stored = {}
-    given = {number: distribute(value, plan.layouts[number], rng) for number, value in inputs.items()}
-    return _run(plan, "", given, [], parameters, stored)
+    given = {
+        (number, plan.layouts[number]): distribute(value, plan.layouts[number], rng) for number, value in inputs.items()
+    }
+    return _run(plan, "", given, parameters, {})
 
 
-def _run(plan, path, given, lifted, parameters, stored):
-    """One call; `given` holds its arguments, `lifted` what comes besides, `stored` the parameters' parts."""
-    graph, hand = plan.graph, {}
-    for number, local in given.items():
-        hand[number, plan.layouts[number]] = local
+def _run(plan, path, given, parameters, stored):
+    """One call; `given`: its environment, but for its parameters, whose parts are in `stored`, and constants."""
+    graph, held = plan.graph, dict(given)
     for use in graph.parameters:
-        name = use.path if use.local is None else f"{path}.{use.local}" if path else use.local
+        name = use.path if use.local is None else joined_path(path, use.local)
         layout = plan.layouts[use.value.id]
-        part = stored.setdefault((name, layout), distribute(parameters[name], layout, None))
-        hand[use.value.id, layout] = part
+        held[use.value.id, layout] = stored.setdefault((name, layout), distribute(parameters[name], layout, None))
     for constant in graph.constants:
-        ranks = plan.mesh.rank_list
-        hand[constant.value.id, plan.layouts[constant.value.id]] = dict.fromkeys(ranks, constant.array)
-    hand.update(zip([(value.id, layout) for value, layout in plan.lifted], lifted, strict=True))
-    for entry in plan.instructions:
+        held[constant.value.id, plan.layouts[constant.value.id]] = dict.fromkeys(plan.mesh.rank_list, constant.array)
+
+    def instruction(_, entry, taken):
         if isinstance(entry, Redistribution):
-            local = hand[entry.value.id, entry.source]
-            for step in entry.steps:
-                local = run_forward(step, local)
-            hand[entry.value.id, entry.target] = local
-            continue
-        values = tree_leaves((entry.node.args, entry.node.kwargs))
-        inputs = {value: hand[value.id, layout] for value, layout in zip(values, entry.inputs, strict=True)}
-        run = _called if isinstance(entry, CallPlan) else _operated
-        results = run(entry, path, inputs, hand, parameters, stored)
-        for value, layout, local in zip(tree_leaves(entry.node.outputs), entry.outputs, results, strict=True):
-            hand[value.id, layout] = local
-    return [hand[value.id, layout] for value, layout in zip(tree_leaves(graph.result), plan.results, strict=True)]
+            return [reduce(lambda local, step: run_forward(step, local), entry.steps, *taken)]
+        if isinstance(entry, CallPlan):
+            return _run(entry.plan, joined_path(path, entry.node.child), taken, parameters, stored)
+        return _operated(entry, taken)
+
+    return follow(plan, held, instruction)
 
 
-def _called(call, path, inputs, hand, parameters, stored):
-    given = {inner.id: inputs[outer] for inner, outer in match_arguments(call.node).items()}
-    lifted = [hand[value.id, layout] for value, layout in call.lifted]
-    child = f"{path}.{call.node.child}" if path else call.node.child
-    return _run(call.plan, child, given, lifted, parameters, stored)
-
-
-def _operated(plan, path, inputs, hand, parameters, stored):
+def _operated(plan, tensors):
     """All results on all ranks, by the local call; a slice of a cut dim, an algorithm, takes the whole dim."""
     assert plan.algorithm in (None, "slice")
     node, args, kwargs = plan.node, plan.node.args, plan.node.kwargs
-    values = tree_leaves((args, kwargs))
-    tensors = [hand[value.id, layout] for value, layout in zip(values, plan.inputs, strict=True)]
     if plan.algorithm:
         (layout,), (dims,) = plan.inputs, plan.signature.inputs
         kept = [() if set(names) & set(plan.signature.distributed) else cut for names, cut in zip(dims, layout.dims)]
-        for step in plan_redistribution(layout, layout.replace(dims=kept), values[0].shape, "float32", CPU).steps:
+        shape = plan.consumed[0][0].shape
+        for step in plan_redistribution(layout, layout.replace(dims=kept), shape, "float32", CPU).steps:
             tensors[0] = run_forward(step, tensors[0])
     if plan.signature.local.localize is not None:
-        shapes = [layout.local_shape(value.shape) for value, layout in zip(tree_leaves(node.outputs), plan.outputs)]
-        args, kwargs = plan.signature.local.localize((*args, *kwargs.values()), shapes), {}
+        args, kwargs = plan.signature.local.localize((*args, *kwargs.values()), plan.local_shapes), {}
     results = [{} for _ in plan.outputs]
     for rank in tensors[0]:
         rest = iter([tensor[rank] for tensor in tensors])

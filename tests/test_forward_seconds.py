@@ -1,4 +1,4 @@
-"""What it costs to compute an instruction again: figures found by hand."""
+"""What it takes to compute an instruction again: figures found by hand, and the price of the plan."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 from mindspore import Parameter, Tensor, nn, ops
 from support.captured_models import Function, small_llama
-from support.planned_models import planned
+from support.planned_models import COUNTING, captured, planned, silent_algorithm
 
-from mindformers_core.analysis.operations import operations
+from mindformers_core.analysis.forward_seconds import forward_seconds
 from mindformers_core.layout import layout
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.operators import signature_of, tensor_meta
@@ -16,6 +16,7 @@ from mindformers_core.operators.choice import Choice
 from mindformers_core.program.graph import OperatorNode
 from mindformers_core.program.plan import Instruction, OperatorPlan, operators_in_order
 from mindformers_core.program.structure import Value
+from mindformers_core.propagation.propagate import propagate
 from mindformers_core.redistribution import CPU, GPU, Link
 
 ONE, TWO = init_device_mesh((1,), ("tp",)), init_device_mesh((2,), ("tp",))
@@ -28,17 +29,24 @@ def float_meta(*shape):
     return tensor_meta(shape, "float32")
 
 
-def llama(mesh):
+def llama(mesh, device=CPU, trained=True):
     model, make = small_llama()
     args, named = make(1)
-    return planned(model.set_train(), mesh, args, named, SimpleNamespace(sequence_parallel=False))[1]
+    for parameter in model.get_parameters():
+        parameter.requires_grad = trained
+    found = captured(model.set_train(), mesh, args, named, SimpleNamespace(sequence_parallel=False))
+    return propagate(*found, device)
+
+
+def priced_by(device, place):
+    """An `Instruction` whose plan has another device model."""
+    return replace(place, plan=replace(place.plan, device_model=device))
 
 
 def costs(plan, path):
-    """`[(operator, cost)]` of the instructions in one Cell's `construct`."""
+    """`[(operator, floating-point operations)]` of the instructions in one Cell's `construct`."""
     places = [place for place in operators_in_order(plan) if place.path == path]
-    nothing = SimpleNamespace(arguments={}, nodes=[]), []
-    steps = {place.key: operations(place, lambda plan: nothing) for place in places}
+    steps = {place.key: forward_seconds(priced_by(COUNTING, place), silent_algorithm) for place in places}
     return [(place.entry.node.operator, steps[place.key]) for place in places if hasattr(place.entry, "node")]
 
 
@@ -77,18 +85,33 @@ def test_each_rank_computes_its_part():
     assert costs(half, MLP) == [("SiLU", 4 * TOKENS * 20), ("Mul", TOKENS * 20)]
 
 
-def test_what_is_sent_has_a_price():
-    """An all-reduce of n ranks sends 2 (n - 1) / n of the tensor; to mark a tensor as varying takes nothing.
+def test_a_roofline_of_operations_and_memory():
+    """And the launch of an operator; views take nothing."""
+    places = {place.path: place for place in operators_in_order(llama(ONE)) if hasattr(place.entry, "node")}
+    product, sizes = places[f"{MLP}.gate_proj"], (TOKENS * 24, 24 * 40, TOKENS * 40)
+    busy = replace(COUNTING, operator_launch=7.0, memory_bandwidth=1e6)
+    assert forward_seconds(priced_by(busy, product)) == 7 + 2 * TOKENS * 24 * 40
+    assert forward_seconds(priced_by(replace(busy, memory_bandwidth=0.1), product)) == 7 + 4 * sum(sizes) / 0.1
 
-    The price of a byte is what the device of the plan computes while it is sent.
-    """
+
+def test_what_is_sent_has_a_price():
+    """An all-reduce of n ranks sends 2 (n - 1) / n of the tensor; to mark a tensor as varying takes nothing."""
     moves = {place.path: place for place in operators_in_order(llama(TWO)) if not hasattr(place.entry, "node")}
-    place = moves[f"{MLP}.down_proj"]
     for device in (CPU, GPU, GPU.with_links(tp=Link(5e-6, 25e9))):
-        per_byte = device.operations_per_second / device.link_over(("tp",)).bandwidth
-        plan = replace(place.plan, device_model=device)
-        assert operations(replace(place, plan=plan)) == round(per_byte * TOKENS * 24 * 4)
-    assert operations(moves["model.layers.1"]) == 0
+        sent = device.seconds("all_reduce", ("tp",), 2, TOKENS * 24 * 4)
+        assert forward_seconds(priced_by(device, moves[f"{MLP}.down_proj"])) == sent
+    assert forward_seconds(moves["model.layers.1"]) == 0
+
+
+@pytest.mark.parametrize(("mesh", "device"), [(ONE, CPU), (ONE, GPU), (TWO, COUNTING)])
+def test_one_price(mesh, device):
+    """That by which layouts are chosen: without gradients the price of a plan is the sum of its instructions.
+
+    Slices and masks, which the choice of layouts takes as free, take nothing on the last device.
+    """
+    plan = llama(mesh, device, trained=False)
+    seconds = [forward_seconds(place, silent_algorithm) for place in operators_in_order(plan)]
+    assert sum(seconds) == pytest.approx(plan.price.seconds) and plan.price.given_up == 0
 
 
 def test_what_an_algorithm_sends():
@@ -97,11 +120,12 @@ def test_what_an_algorithm_sends():
     _, plan = planned(cell, mesh, (float_meta(4, 6),), arriving={"inputs": layout(None, "tp")})
     (place,) = [place for place in operators_in_order(plan) if getattr(place.entry, "algorithm", None)]
     with pytest.raises(ValueError, match=r"Softmax .* algorithm 'softmax' over tp: pass algorithm=, "):
-        operations(place)
-    step = SimpleNamespace(forward=("all_reduce", 16), axes=("tp",))
+        forward_seconds(place)
+    step = SimpleNamespace(forward=("all_reduce", 16), backward=("identity", 0), axes=("tp",), group_size=2, whole=16)
     node = SimpleNamespace(operator="Redistribute", args=(), kwargs={}, outputs=())
     graph = SimpleNamespace(arguments={}, constants=(), nodes=[node], result=())
-    assert operations(place, lambda plan: (graph, [[step]])) == 5 * 4 * 3 + CPU.operations_of(("tp",), 16)
+    counted = forward_seconds(priced_by(COUNTING, place), lambda plan: (graph, [[step]]))
+    assert counted == 5 * 4 * 3 + 16
 
 
 def place_of(operator, tensors, shapes, cut=None):
@@ -115,7 +139,7 @@ def place_of(operator, tensors, shapes, cut=None):
     return Instruction(
         (0,),
         "",
-        SimpleNamespace(mesh=TWO, device_model=CPU),
+        SimpleNamespace(mesh=TWO, device_model=COUNTING),
         OperatorPlan(node, signature, *layouts, Choice(tuple((cut or {}).items()))),
     )
 
@@ -126,11 +150,11 @@ def test_attention_and_convolutions():
     shapes = [(2, 8, 4, 8), (2, 8, 4, 8), (1,), (2, 4, 48)]
     scores = 2 * 8 * 4 * 10
     whole = scores * (2 * 6 + 2 * 6 + 6)
-    assert operations(place_of("FlashAttentionScore", tensors, shapes)) == whole
-    assert operations(place_of("FlashAttentionScore", tensors, shapes, {"g": ("tp",)})) == whole // 2
+    assert forward_seconds(place_of("FlashAttentionScore", tensors, shapes)) == whole
+    assert forward_seconds(place_of("FlashAttentionScore", tensors, shapes, {"g": ("tp",)})) == whole // 2
     image, kernel = float_meta(3, 4, 9, 9), float_meta(6, 2, 3, 3)  # in 2 groups
     tensors = [image, kernel, 6, 3, 1, "valid", 0, 1, 1, 2]
-    assert operations(place_of("Conv2D", tensors, [(3, 6, 7, 7)])) == 2 * (3 * 6 * 7 * 7) * (2 * 3 * 3)
+    assert forward_seconds(place_of("Conv2D", tensors, [(3, 6, 7, 7)])) == 2 * (3 * 6 * 7 * 7) * (2 * 3 * 3)
 
 
 def test_a_cell_with_a_gradient_of_its_own():
@@ -148,4 +172,5 @@ def test_a_cell_with_a_gradient_of_its_own():
             return (dout,)
 
     _, plan = planned(Function(Scaled()), ONE, (float_meta(4, 3),))
-    assert [operations(place) for place in operators_in_order(plan)] == [2 * 4 * 3 * 5 + 4 * 5]
+    (place,) = operators_in_order(plan)
+    assert forward_seconds(priced_by(COUNTING, place)) == 2 * 4 * 3 * 5 + 4 * 5
