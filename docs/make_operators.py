@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.append(str(ROOT / "scripts"))
+sys.path += [str(ROOT / "scripts"), str(ROOT / "tests")]
 
 from operator_coverage import measure_all  # noqa: E402
 from operator_samples.seed import CONSTRAINTS, IMPOSSIBLE, ROWS, spellings  # noqa: E402

@@ -23,6 +23,8 @@ from pathlib import Path
 __all__ = ["main", "measure_all"]
 
 HERE = Path(__file__).resolve()
+ROOT = HERE.parent.parent
+sys.path.append(str(ROOT / "tests"))  # operator_samples
 LONGEST = 120  # seconds that a function may take
 LAST = Path(os.environ.get("OPERATOR_COVERAGE", "/tmp/operator_coverage.json"))
 
@@ -100,7 +102,7 @@ def _command(order):
 
 def _environment():
     """The environment of a worker: with the package of this repository, if no other is given."""
-    path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(HERE.parent.parent))))
+    path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(ROOT))))
     return {"GLOG_v": "4", **os.environ, "PYTHONPATH": path}
 
 

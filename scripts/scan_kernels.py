@@ -7,7 +7,7 @@ python scripts/scan_kernels.py --record docs/kernels.md
 
 Each operator is called, forward and with its gradient, by a public function of `operator_samples` that has a kernel,
 on tensors that are as long as its sample allows, while another process keeps a core busy. Extremes go through the calls
-of tests/support/operator_source_calls.py, as generated code writes them: with what `lowering/corrected.py` puts in
+of tests/operator_calls, as generated code writes them: with what `lowering/corrected.py` puts in
 their place.
 A process of its own does the work, since kernels may crash: that costs one entry.
 """
@@ -59,7 +59,7 @@ def entries(coverage, only=()):
         coverage: target -> outcome of `operator_coverage.measure_all`, a dict.
         only: names of operators; empty for all.
     """
-    from support.operator_source_calls import ALL_CALLS, BROKEN, WITHOUT_KERNEL
+    from operator_calls import ALL_CALLS
 
     from mindformers_core.operators.registry import facts_of
 
@@ -70,8 +70,7 @@ def entries(coverage, only=()):
             for name in found["operators"]:
                 shortest.setdefault(name, (target, found["sample"]))
     made = [["bits", name, *shortest[name]] for name, _ in users.most_common() if name in shortest]
-    calls = [(number, call) for number, call in enumerate(ALL_CALLS) if str(call) not in BROKEN]
-    calls = [(number, call) for number, call in calls if call.name not in WITHOUT_KERNEL]
+    calls = [(number, call) for number, call in enumerate(ALL_CALLS) if call.runs == "CPU" and not call.broken]
     made += [["extremes", call.name, number, str(call)] for number, call in calls]
     return [entry for entry in made if not only or entry[1] in only]
 
@@ -79,10 +78,10 @@ def entries(coverage, only=()):
 def work(order):
     """Scan the entries of an order, one line of JSON before each, and one after it: what a process of its own does."""
     import mindspore as ms
+    from operator_calls import ALL_CALLS
     from operator_samples.extremes import compared
     from operator_samples.repeats import repeated
     from operator_samples.stable import FUNCTIONS
-    from support.operator_source_calls import ALL_CALLS
 
     ms.runtime.launch_blocking()
     order = json.loads(order.read_text("utf-8"))

@@ -21,6 +21,7 @@ from support.algorithm_calls import (
     WINDOWS,
     Several,
 )
+from support.nightly import daily
 from support.simulated_ranks import collect, distribute, run_forward
 
 from mindformers_core.algorithms.distributed_operators import ALGORITHMS
@@ -55,7 +56,6 @@ CASES = ON_CPU | {
     "lookups in rows": (LOOKUPS | WITHOUT_KERNEL | SPARSE, [TABLE, INDICES]),
 }
 IMAGE_CUTS = [layout(None, None, *entries) for entries in (("tp", "dp"), (("tp", "dp"),))]
-NIGHTLY = pytest.mark.nightly  # two ranks run them all, in `case_algorithms`
 DRAWS = {
     "fractions": lambda x: x + mint.rand_like(x) + mint.randn(x.shape),
     "integers": lambda x: x + mint.randint_like(x, 0, 5) + mint.randperm(x.shape[1]),
@@ -159,9 +159,7 @@ def redistribute(plan, node, known):
         values[node.outputs.id] = Tensor(local[rank].astype(values[value.id].asnumpy().dtype))
 
 
-@pytest.mark.parametrize(
-    "case", [case if case in ("means", "lookups in columns") else pytest.param(case, marks=NIGHTLY) for case in CASES]
-)
+@pytest.mark.parametrize("case", daily(("means", "lookups in columns"), CASES))  # two ranks run all
 def test_ranks_together_give_what_one_card_gives(case):
     functions, arrays = CASES[case]
     for name, given in product(functions, CUTS):
@@ -178,9 +176,10 @@ def test_ranks_together_give_what_one_card_gives(case):
 def test_graphs_of_all_ranks_are_alike():
     """Ranks that compile different graphs wait for each other forever. And every algorithm is among these cases."""
     found = {"attention_dropout", "dropout", "func_dropout"}
-    cases = [(*case, CUTS) for case in (*CASES.values(), (SPREADS, [NUMBERS]), (DRAWS, [NUMBERS]))]
-    for functions, arrays, cuts in [*cases, (WINDOWS, [IMAGES, KERNELS], IMAGE_CUTS)]:
-        for function, given in product(functions.values(), cuts[::2]):
+    cases = [(*case, CUTS[:1]) for case in (*CASES.values(), (SPREADS, [NUMBERS]), (DRAWS, [NUMBERS]))]
+    cases += [(*CASES[name], CUTS[4::2]) for name in ("lookups in rows", "scatters")]
+    for functions, arrays, cuts in [*cases, (WINDOWS, [IMAGES, KERNELS], IMAGE_CUTS[:1])]:
+        for function, given in product(functions.values(), cuts):
             for plan in plans_of(function, arrays, given)[1]:
                 found.add(plan.algorithm)
                 first, other = (algorithm_graph(plan, rank) for rank in (0, 3))

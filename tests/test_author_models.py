@@ -1,19 +1,18 @@
 """Models as their authors write them, cut over two axes: every tensor of every rank against one card, by `verify()`."""
 
+from itertools import product
+
 import pytest
 from models.authors import AUTHORS
 from models.example import axes_of
+from support.nightly import daily
 
 from mindformers_core import verify
 from mindformers_core.layout import layout
 from mindformers_core.mesh import DeviceMesh
 
-NIGHTLY = ("resnet", 3), ("unet", 2)
 
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.nightly] * (place % 2)) for place, name in enumerate(AUTHORS)]
-)
+@pytest.mark.parametrize("name", daily(list(AUTHORS)[::4], AUTHORS))
 def test_a_batch_and_weights_are_cut(name):
     mesh, example = DeviceMesh((2, 2), ("dp", "tp")), AUTHORS[name]
     args, kwargs = example.inputs(0)
@@ -22,10 +21,7 @@ def test_a_batch_and_weights_are_cut(name):
     assert check.compared
 
 
-@pytest.mark.parametrize(
-    ("name", "dim"),
-    [("resnet", 2), ("unet", 3), *(pytest.param(*each, marks=pytest.mark.nightly) for each in NIGHTLY)],
-)
+@pytest.mark.parametrize(("name", "dim"), daily([("resnet", 2)], [*product(("resnet", "unet"), (2, 3))]))
 def test_an_image_is_cut(name, dim):
     mesh, example = DeviceMesh((2, 2), ("dp", "tp")), AUTHORS[name]
     (image, target), _ = example.inputs(0)

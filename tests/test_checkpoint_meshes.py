@@ -1,4 +1,7 @@
-"""Checkpoints of jobs on simulated ranks: all pairs of meshes, ZeRO levels and pipelines, bit by bit; next losses."""
+"""Checkpoints of jobs on simulated ranks: all pairs of meshes, ZeRO levels and pipelines, bit by bit.
+
+The next losses, on ranks: `case_checkpoint`.
+"""
 
 import zlib
 from pathlib import Path
@@ -6,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from support.checkpoint_states import CountingFiles, save_after_two
+from support.checkpoint_states import CountingFiles
+from support.nightly import daily
 
 from mindformers_core.checkpoint.load import load, open_checkpoint
 from mindformers_core.checkpoint.parts import Ranks
@@ -67,38 +71,40 @@ def parts_of(job):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """The folder of the runs on all meshes, each of which has saved the same state; bytes of that."""
-    folder, size = tmp_path_factory.mktemp("saved"), 0
+    """Name of a mesh -> the folder of a run on it that has saved the same state as all others."""
+    folder = tmp_path_factory.mktemp("saved")
 
     def fill_and_save(job):
         for part, parameter in parts_of(job).items():
             fill_parameter(parameter, bits_of(part)[inside(part.box, whole(part.shape))])
         save_job(job)
 
-    for name in MESHES:
-        run(folder, name, prepare=fill_and_save)
-    files = [load_file(path) for path in (folder / "one").rglob("*.safetensors")]
-    size = sum(array.nbytes for found in files for array in found.values())
-    return folder, size
+    def saved_on(name):
+        if not (folder / name).exists():
+            run(folder, name, prepare=fill_and_save)
+        return folder / name
+
+    return saved_on
 
 
-NIGHTLY = ("zero_1", "pp_of_uneven_stages_tp")  # as targets; all others load from them daily
+SOURCES = "one", "zero_3_of_groups", "interleaved_zero_1", "v_zero_3_tp"  # daily; all are nightly
+TARGETS = "zero_2_tp", "v_zero_3_tp"
 
 
-@pytest.mark.parametrize(
-    "target", [pytest.param(name, marks=[pytest.mark.nightly] * (name in NIGHTLY)) for name in MESHES]
-)
-def test_every_mesh_loads_from_every_mesh(saved, target):
+@pytest.mark.parametrize("target", daily(TARGETS, MESHES))
+def test_every_mesh_loads_from_every_mesh(saved, target, tmp_path):
     """64 pairs: all parameters and moments bit by bit; each rank reads what it needs, and all is verified."""
-    folder, size = saved
+    folders = {name: saved(name) for name in (SOURCES if target in TARGETS else MESHES)}
+    files = [load_file(path) for path in folders["one"].rglob("*.safetensors")]
+    size = sum(array.nbytes for found in files for array in found.values())
     assert size == 3 * 4 * 11920, "weights and two moments of float32"
 
     def load_all(job):
         parts = parts_of(job)
-        for source in MESHES:
+        for source, folder in folders.items():
             for parameter in parts.values():
                 fill_parameter(parameter, np.zeros(parameter.shape, np.uint32))
-            checkpoint, counting = open_checkpoint(str(folder / source / "checkpoint/step_0")), CountingFiles()
+            checkpoint, counting = open_checkpoint(str(folder / "checkpoint/step_0")), CountingFiles()
             report = load(
                 checkpoint, list(parts), lambda part, array: fill_parameter(parts[part], array),
                 Ranks(job.rank, lambda value: gather_values(job.mesh, value)), files=counting,
@@ -109,39 +115,10 @@ def test_every_mesh_loads_from_every_mesh(saved, target):
             assert counting.counts["read"] == report.read == report.needed == sum(part.nbytes for part in parts)
             assert sum(gather_values(job.mesh, report.verified).values()) == size
 
-    run(folder, target, prepare=load_all)
+    run(tmp_path, target, prepare=load_all)
 
 
-def test_files_of_all_meshes_are_equal(saved):
-    folder, _ = saved
-    first = {path.name: path.read_bytes() for path in (folder / "one").rglob("*.safetensors")}
-    assert len(first) == 2
-    for name in MESHES:
-        assert {path.name: path.read_bytes() for path in (folder / name).rglob("*.safetensors")} == first, name
-
-
-@pytest.fixture(scope="module")
-def unbroken(tmp_path_factory):
-    """The folder of a run that was saved after two steps, and its losses of the next two."""
-    folder = tmp_path_factory.mktemp("unbroken")
-
-    rows = run(folder, "zero_2_tp", steps=4, prepare=save_after_two)[0]
-    return folder, [(row["step"], row["loss"]) for row in rows[2:]]
-
-
-@pytest.mark.parametrize(
-    "target",
-    [
-        "zero_2_tp",
-        pytest.param("one", marks=pytest.mark.nightly),
-        pytest.param("v_zero_3_tp", marks=pytest.mark.nightly),
-    ],
-)
-def test_the_next_losses_are_those_of_the_unbroken_run(unbroken, target):
-    """Two steps after a checkpoint: bit by bit on the same mesh."""
-    folder, expected = unbroken
-    path = f"checkpoint.load_path={folder / 'zero_2_tp'}"
-    losses = [(row["step"], row["loss"]) for row in run(folder, target, path, steps=2)[0]]
-    if target == "zero_2_tp":
-        assert losses == expected
-    np.testing.assert_allclose(losses, expected, rtol=1e-6)
+@pytest.mark.parametrize("names", daily([[*SOURCES]], [[*SOURCES], [*MESHES]]), ids=len)
+def test_files_of_all_meshes_are_equal(saved, names):
+    first, *others = ({path.name: path.read_bytes() for path in saved(name).rglob("*.safetensors")} for name in names)
+    assert len(first) == 2 and all(each == first for each in others)

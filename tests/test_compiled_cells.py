@@ -4,6 +4,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn, ops
+from support.nightly import daily
 from support.small_cells import cell_of
 from test_recompute_gradients import INPUTS, llama, sharded, without
 
@@ -39,9 +40,8 @@ def test_alike_layers_share_a_compiled_function():
     assert head.endswith(", passed_weights)") and "passed_weights=passed_weights[1:5], program=" in source
 
 
-@pytest.mark.parametrize(
-    "pattern", [pytest.param("*.mlp", marks=pytest.mark.nightly), ["layers.0.self_attn", "*.down_proj"]]
-)
+@pytest.mark.nightly  # daily on two ranks: `case_recompute`
+@pytest.mark.parametrize("pattern", ["*.mlp", ["layers.0.self_attn", "*.down_proj"]])
 def test_what_is_around_recomputed_cells_is_compiled_in_parts(pattern):
     """With the bits of the whole as one function, and in as few functions as can be: two for each layer, that of the
     recomputed Cell and that of what follows; alike layers share them."""
@@ -88,7 +88,7 @@ def on_one_rank(net):
     return shard(net.set_train(), init_device_mesh((1,), ("dp",)))
 
 
-@pytest.mark.parametrize("settings", [{"full": True}, {"select": "*.dense"}])
+@pytest.mark.parametrize("settings", daily([{"select": "*.dense"}], [{"full": True}, {"select": "*.dense"}]))
 def test_cells_with_a_gradient_of_their_own_share_no_function(settings):
     """What it reads isn't known from their forward pass."""
     x, found = Tensor(np.random.default_rng(0).normal(size=(2, 4)).astype(np.float32)), []
@@ -133,7 +133,7 @@ def structured_steps(compiled, **settings):
     return found
 
 
-@pytest.mark.parametrize("settings", [{"full": True}, {"full": "1"}])
+@pytest.mark.parametrize("settings", daily([{"full": "1"}], [{"full": True}, {"full": "1"}]))
 def test_tensors_in_structures_have_gradients(settings):
     """MindSpore gives those in the tuples and dicts of a compiled function none, or wrong ones, at a second step."""
     whole_steps, found = structured_steps(False), structured_steps(True, **settings)

@@ -6,14 +6,12 @@ import pytest
 from mindspore import Tensor, mint, nn, ops
 from mindspore.ops.operations.nn_ops import DeformableOffsets
 from support.small_cells import cell_of
+from support.verified_calls import MESH, Sample, eager, verified
 
 from mindformers_core import shard, verify
-from mindformers_core.communication.simulated import SimulatedRanks
-from mindformers_core.layout import layout
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.sharding.declare import copy_cell
 
-LINE = DeviceMesh((2,), ("tp",))
 RANDOM = np.random.default_rng(5)
 
 
@@ -54,7 +52,15 @@ CALLS = {
     "volume": (nn.ReflectionPad3d((1, 1, 2, 2, 1, 1)), [f(2, 2, 4, 4, 4)]),
 }
 WITHOUT_GRADIENT = {"rows added", "rows taken away", "rows exchanged", "places in a volume"}  # MindSpore has none
-ROUNDED = dict.fromkeys(("norm clipped", "statistics", "deviations"), 1e-5)  # sums in another order
+ROUNDED = dict.fromkeys(("norm clipped", "statistics", "deviations", "time first"), 1e-5)  # sums in another order
+
+
+def _time_first(x, weight, bias):
+    """`mint.conv_tbc`."""
+    padded = np.pad(x, ((1, 1), (0, 0), (0, 0)))
+    return sum(padded[k : k + 8] @ weight[k] for k in range(3)) + bias
+
+
 WITHOUT_KERNEL = {  # and what NumPy gives
     "diag of a Cell": (nn.MatrixDiag(), [f(2, 4)], lambda x: x[..., None] * np.eye(4)),
     "part of a Cell": (nn.MatrixDiagPart(), [f(2, 4, 4)], lambda x: np.diagonal(x, 0, 1, 2)),
@@ -64,47 +70,27 @@ WITHOUT_KERNEL = {  # and what NumPy gives
     "index": (lambda x: x.index([pairs(3, 0)]), [f(4, 8)], lambda x: x[[3, 0]]),
     "ones": (lambda x: x * x.new_ones((4, 8)) + x.new_full((8,), 1.5), [f(4, 8)], lambda x: x + 1.5),
     "statistics": (lambda x: mint.batch_norm_stats(x, 1.0)[0], [f(2, 4, 4, 4)], lambda x: x.mean((0, 2, 3))),
+    "time first": (lambda x, w, b: mint.conv_tbc(x, w, b, 1), [f(8, 2, 4), f(3, 4, 6), f(6)], _time_first),
     "deviations": (
         lambda x: mint.batch_norm_stats(x, 1.0)[1], [f(2, 4, 4, 4)], lambda x: (x.var((0, 2, 3)) + 1) ** -0.5
     ),
 }  # fmt: skip
 
 
-def cell_of_call(function, arrays):
-    return cell_of((lambda self, x: function(x)) if len(arrays) == 1 else (lambda self, x, y: function(x, y)))
-
-
-def plans(arrays):
-    """One for every dim that can be cut."""
-    for which, array in enumerate(arrays):
-        for dim in (place for place, size in enumerate(array.shape) if size % 2 == 0):
-            cut = [["tp" if (which, dim) == (i, d) else None for d in range(a.ndim)] for i, a in enumerate(arrays)]
-            yield {"": {"input": {name: layout(*each) for name, each in zip("xy", cut)}}}
-
-
 @pytest.mark.parametrize("name", [*CALLS, *WITHOUT_KERNEL])
 def test_each_dim_cut(name):
     function, arrays, *known = (CALLS | WITHOUT_KERNEL)[name]
-    cell, inputs = cell_of_call(function, arrays), [Tensor(array) for array in arrays]
-    expected = known[0](*arrays) if known else cell(*inputs).asnumpy()
-    for plan in plans(arrays):
-        check = verify(cell, LINE, *inputs, plan=plan)
-        assert not check.faults, check.report()
-        for mode in ("eager", "generated")[: 1 + len(known)]:
-
-            def work(rank, plan=plan, mode=mode):
-                net = shard(copy_cell(cell), LINE, plan=plan, mode=mode, inputs="full_batch")
-                return net(*inputs).full_tensor().asnumpy()
-
-            for found in SimulatedRanks(2).run(work):
-                np.testing.assert_allclose(found, expected, ROUNDED.get(name, 0), err_msg=f"{mode}, {plan}")
+    sample = Sample(name, function, tuple(arrays), terms=False, known=known[0] if known else None)
+    verified(sample)
+    eager(sample, rtol=ROUNDED.get(name, 0))
 
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("name", sorted(CALLS.keys() - WITHOUT_GRADIENT))
 def test_gradients_are_those_of_the_operator(name):
     function, arrays = CALLS[name]
-    cell, inputs = cell_of_call(function, arrays), [Tensor(array) for array in arrays]
+    cell = cell_of((lambda self, x: function(x)) if len(arrays) == 1 else (lambda self, x, y: function(x, y)))
+    inputs = [Tensor(array) for array in arrays]
     places = tuple(range(len(arrays)))
     alone = ms.grad(lambda *given: mint.sin(cell(*given)).sum(), places)(*inputs)
     net = shard(copy_cell(cell), DeviceMesh((1,), ("tp",)))
@@ -113,27 +99,7 @@ def test_gradients_are_those_of_the_operator(name):
         np.testing.assert_allclose(gradient.asnumpy(), expected.asnumpy(), 1e-6, 1e-6)
 
 
-def test_a_convolution_with_the_time_first():
-    """`mint.conv_tbc`, which CPU has not."""
-    x, weight, bias = f(8, 2, 4), f(3, 4, 6), f(6)
-    padded = np.pad(x, ((1, 1), (0, 0), (0, 0)))
-    expected = sum(padded[k : k + 8] @ weight[k] for k in range(3)) + bias
-    cell = cell_of(lambda self, x, w, b: mint.conv_tbc(x, w, b, 1))
-    inputs = [Tensor(array) for array in (x, weight, bias)]
-    for dim in range(3):
-        cut = layout(*("tp" if place == dim else None for place in range(3)))
-        plan = {"": {"input": {"x": cut}}}
-        check = verify(cell, LINE, *inputs, plan=plan)
-        assert not check.faults, check.report()
-
-        def work(rank, plan=plan):
-            return shard(copy_cell(cell), LINE, plan=plan, inputs="full_batch")(*inputs).full_tensor().asnumpy()
-
-        for found in SimulatedRanks(2).run(work):
-            np.testing.assert_allclose(found, expected, 1e-5, 1e-5)
-
-
 def test_a_band_of_diagonals_is_refused():
     cell = cell_of(lambda self, x: ops.matrix_diag(x, Tensor([-1, 1], ms.int32)))
     with pytest.raises(ValueError, match=r"root Cell .*: a band of diagonals -1 to 1 is not available here"):
-        verify(cell, LINE, Tensor(f(2, 3, 4)))
+        verify(cell, MESH, Tensor(f(2, 3, 4)))

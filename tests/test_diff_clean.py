@@ -13,15 +13,15 @@ GRAPH, EAGER, RECOMPUTE = ("context.mode=0",), ("context.engine=eager",), ("reco
 ONE_MICRO_BATCH = ("training.local_batch_size=2", "parallelism.pipeline_parallel_microbatch_size=2")
 RUNS = {
     "one card": (),
-    "tp 2": TP,
-    "dp 2": DP,
-    "dp 2, zero 3": ZERO3,
     "pp 2": (*PP, "parallelism.pipeline_parallel_schedule=zb_h1"),
-    "dp 2, tp 2, zero 2": (*DP, *TP, *ZERO2),
+    "dp 2, zero 3": ZERO3,
     "tp 2, sequence parallel, recompute": (*TP, "parallelism.sequence_parallel=true", *RECOMPUTE),
-    "graph": GRAPH,
 }
 MORE_RUNS = {
+    "tp 2": TP,
+    "dp 2": DP,
+    "dp 2, tp 2, zero 2": (*DP, *TP, *ZERO2),
+    "graph": GRAPH,
     "dp 4, zero 1": ("parallelism.data_parallel_shard=4", "training.local_batch_size=1", "parallelism.zero_level=1"),
     "pp 2, tp 2": (*PP, *TP),
     "pp 2, dp 2, tp 2, zero 2": (*PP[:1], *DP, *TP, *ZERO2, *ONE_MICRO_BATCH),
@@ -46,12 +46,12 @@ def _no_alarm(runs, folder, dtype, steps):
 
 
 def test_meshes_and_modes(tmp_path):
-    assert _no_alarm(RUNS, tmp_path, "float32", 1) == 28
+    assert _no_alarm(RUNS, tmp_path, "float32", 1) == 6
 
 
 def test_half_precision(tmp_path):
-    runs = {name: RUNS[name] for name in ("one card", "tp 2", "dp 2, zero 3", "pp 2")}
-    assert _no_alarm(runs, tmp_path, "float16", 1) == 6
+    runs = {name: RUNS[name] for name in list(RUNS)[::3]}
+    assert _no_alarm(runs, tmp_path, "float16", 1) == 1
 
 
 @pytest.mark.nightly

@@ -6,6 +6,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 from support.diff_runs import DP, PP, TP, ZERO3, Planted, at_one_place, coarse, recorded, rolled, scaled, stale
+from support.nightly import daily
 
 from mindformers_core.communication import world
 from mindformers_core.communication.simulated import SimulatedRanks
@@ -226,9 +227,7 @@ def _found(parting):
     return "moved" if parting.first.copy.moved else key[0], name, about["operator"]
 
 
-@pytest.mark.parametrize(
-    "planted", [pytest.param(each, marks=[pytest.mark.nightly] * (place % 2)) for place, each in enumerate(FAULTS)]
-)
+@pytest.mark.parametrize("planted", daily(list(FAULTS)[::4], FAULTS))
 def test_planted_fault(planted, one_card, tmp_path, monkeypatch):
     overrides, fault, expected = FAULTS[planted]
     run, perturbed = one_card

@@ -6,6 +6,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, mint, nn, ops
+from support.nightly import daily
 from support.small_cells import cell_of
 
 from mindformers_core import verify
@@ -69,18 +70,21 @@ LIKE = {  # of a tensor
     "mint.dropout2d": lambda x: mint.nn.functional.dropout2d(x.reshape(*x.shape, 1, 1), 0.25, True).reshape(x.shape),
 }
 EVERY = [*DRAWS.items(), *LIKE.items()]
+TOGETHER = 9  # every ninth draw in one Cell
 MESHES = [((1,), ("dp",)), ((2,), ("dp",)), ((4,), ("dp",)), ((2, 2), ("dp", "tp"))]
 
 
 class Noisy(nn.Cell):
-    def __init__(self, draw):
+    """Several draws, one after the other, each of them twice."""
+
+    def __init__(self, draws):
         super().__init__()
-        self.draw = draw
+        self.draws = draws
         self.weight = ms.Parameter(Tensor(np.full(SHAPE, 0.25, np.float32)), name="weight")
 
     def construct(self, x):
         hidden = ops.matmul(x, self.weight)
-        return hidden * ops.cast(self.draw(hidden), ms.float32) + self.draw(hidden)
+        return [hidden * ops.cast(draw(hidden), ms.float32) + draw(hidden) for draw in self.draws]
 
 
 def array():
@@ -92,21 +96,13 @@ def cut(mesh):
     return {"": {"input": {"x": Layout.on(mesh, [(axis,) for axis in mesh.axis_names] + [()] * (2 - mesh.ndim))}}}
 
 
-def fourth(first):
-    """Every fourth draw from the `first` on, and the others nightly."""
-    return [
-        pytest.param(*each, id=f"{place}.{each[0]}", marks=[pytest.mark.nightly] * (place % 4 != first))
-        for place, each in enumerate(EVERY)
-    ]
-
-
-@pytest.mark.parametrize(("name", "draw"), fourth(1))
-@pytest.mark.parametrize("place", [pytest.param(1, marks=pytest.mark.nightly), 3])
-def test_all_ranks_draw_their_parts_of_the_same_numbers(name, draw, place):
-    mesh = DeviceMesh(*MESHES[place])
-    check = verify(Noisy(draw), mesh, Tensor(array()), plan=cut(mesh))
+@pytest.mark.parametrize("first", daily([1], range(TOGETHER)))
+@pytest.mark.parametrize("place", daily([3], [1, 3]))
+def test_all_ranks_draw_their_parts_of_the_same_numbers(first, place):
+    mesh, draws = DeviceMesh(*MESHES[place]), [draw for _, draw in EVERY[first::TOGETHER]]
+    check = verify(Noisy(draws), mesh, Tensor(array()), plan=cut(mesh))
     assert not check.faults, check.report()
-    assert check.compared > 30
+    assert check.compared > 20 * len(draws)
 
 
 @pytest.mark.parametrize(("name", "draw"), EVERY, ids=[f"{place}.{name}" for place, (name, _) in enumerate(EVERY)])
@@ -128,25 +124,27 @@ def test_blocks_of_a_batch_draw_their_rows(name, draw):
         np.testing.assert_array_equal(parts[1] if "perm" in name else np.concatenate(parts), whole)
 
 
-def numbers(draw, mode, seeded):
-    """Two calls of a draw on a mesh of one rank."""
+def numbers(draws, mode, seeded):
+    """Two calls of draws on a mesh of one rank."""
     mesh = init_device_mesh((1,), ("dp",))
-    net = shard(Noisy(draw), mesh, plan=cut(mesh), mode="eager" if mode == "eager" else "generated")
+    net = shard(Noisy(draws), mesh, plan=cut(mesh), mode="eager" if mode == "eager" else "generated")
     call = jit(net) if mode == "jit" else net
     ms.manual_seed(5 if seeded else 0)  # 0: as it is at the start
-    results = [call(Tensor(array())) for _ in range(2)]
+    results = [result for _ in range(2) for result in call(Tensor(array()))]
     return [(result.full_tensor() if hasattr(result, "full_tensor") else result).asnumpy() for result in results]
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize(("name", "draw"), fourth(0))
-def test_all_modes_draw_the_same_numbers(name, draw):
-    first, second = numbers(draw, "generated", True)
-    assert np.abs(first - second).max() > 0
-    assert np.abs(first - numbers(draw, "generated", False)[0]).max() > 0
+@pytest.mark.parametrize("first", daily([0], range(TOGETHER)))
+def test_all_modes_draw_the_same_numbers(first):
+    names, draws = zip(*EVERY[first::TOGETHER])
+    expected, others = (numbers(draws, "generated", seeded) for seeded in (True, False))
+    for place, name in enumerate(names):
+        assert np.abs(expected[place] - expected[place + len(names)]).max() > 0, name
+        assert np.abs(expected[place] - others[place]).max() > 0, name
     for mode in ("eager", "jit"):
-        for found, expected in zip(numbers(draw, mode, True), (first, second), strict=True):
-            np.testing.assert_allclose(found, expected, 1e-5, 1e-5)
+        for name, found, wanted in zip(names * 2, numbers(draws, mode, True), expected, strict=True):
+            np.testing.assert_allclose(found, wanted, 1e-5, 1e-5, err_msg=f"{name}, {mode}")
 
 
 LARGE = (256, 128)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from mindspore import Tensor
 from mindspore.graph import api as graph_api
+from support.nightly import daily
 from support.small_generation import (
     DRAWN,
     GREEDY,
@@ -50,7 +51,12 @@ def one_card(trained):
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(
-    ("mode", "count"), [("context.engine=eager", 8), ("context.engine=generated", 10), ("context.mode=0", 60)]
+    ("mode", "count"),
+    [
+        pytest.param("context.engine=eager", 8, marks=pytest.mark.nightly),  # "tp 2, eager" is daily
+        ("context.engine=generated", 10),
+        ("context.mode=0", 60),
+    ],
 )
 def test_greedy_tokens_are_those_of_the_full_forward_pass(trained, forward, mode, count, monkeypatch):
     """Prompts of four lengths in one batch; one program each of the prompts' pass and of a token's, compiled once."""
@@ -79,7 +85,7 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param("tp 2", marks=pytest.mark.nightly), *list(MESHES)[1:]])
+@pytest.mark.parametrize("name", daily(("tp 2, eager", "dp 2, tp 2", "pp 2 in a V"), MESHES))
 def test_any_mesh_generates_the_same(trained, forward, one_card, name):
     """The same tokens on all ranks, logits of the last position where the last stage is; caches are cut."""
     found = generated(trained, *MESHES[name])

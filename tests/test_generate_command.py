@@ -114,21 +114,6 @@ def test_weights_that_are_not_finite(trained, overrides):
     assert SimulatedRanks(2).run(work) == [True] * 2
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"temperature": -1.0}, "temperature: -1.0 should be 0"),
-        ({"temperature": float("nan")}, "temperature: nan"),
-        ({"top_p": 0.0}, "top_p: 0.0 should be a probability above 0"),
-        ({"top_p": 1.5}, "top_p: 1.5"),
-        ({"seed": -1}, "seed: -1"),
-    ],
-)
-def test_sampling_out_of_range(settings, message):
-    with pytest.raises(ValueError, match=message):
-        Sampling(**settings)
-
-
 def test_prompts_that_do_not_fit(tmp_path):
     data = tokens_of("bytes", str(tmp_path), False)
     for texts, message in (

@@ -7,6 +7,7 @@ import time
 import psutil
 import pytest
 from support.launch import run_ranks
+from support.nightly import daily
 
 DEADLINE = 3
 IN_MODEL = r"(model|loss|the root Cell)\S* \(.+\), \w+\.py:\d+"  # the Cell, and a line of the user's code
@@ -45,7 +46,7 @@ FAULTS = {  # name: (function, collective, ranks, whether collectives are compar
     "compiled, killed": ("killed", 1, 2, CHECKED, "compiled", "rank 1 was killed by SIGKILL"),
     "compiled, stopped": ("stopped", 1, 2, CHECKED, "compiled", "rank 1 is stopped"),
 }  # fmt: skip
-BY_DAY = "skipped forward", "other shape backward", "raises, message", "stuck in Python", "compiled, stuck"
+BY_DAY = "skipped forward", "stuck in Python", "compiled, stuck"
 
 
 def launch(fault, at, ranks, check, step):
@@ -60,9 +61,7 @@ def report_in(log):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    "name", [name if name in BY_DAY else pytest.param(name, marks=pytest.mark.nightly) for name in FAULTS]
-)
+@pytest.mark.parametrize("name", daily(BY_DAY, FAULTS))
 def test_a_desync_is_reported_by_all_ranks(name):
     fault, at, ranks, check, step, said = FAULTS[name]
     launched, ended = launch(fault, at, ranks, check, step)

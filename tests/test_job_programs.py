@@ -65,10 +65,8 @@ def test_words_that_no_command_knows(words, capsys):
 @pytest.mark.parametrize(
     "overrides",
     [
-        [],
         ["recompute.select=['*.softmax']", "swap.op_swap={layers.0.mlp.SiLU: true}"],
         ["recompute.budget=0.6"],
-        ["context.mode=0"],
         ["context.mode=0", "recompute.full=true"],
     ],
     ids=" ".join,

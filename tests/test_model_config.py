@@ -36,29 +36,6 @@ def test_configs_are_values():
     assert hash(config) == hash(LlamaConfig(**given))
 
 
-ERRORS = [
-    ({"account_for_loss_in_pipeline_split": 1}, TypeError,
-        "account_for_loss_in_pipeline_split: expected true or false"),
-    ({"heterogeneous_block_specs": [{}]}, ValueError,
-        "heterogeneous_block_specs: 1 entries, but num_hidden_layers is 6"),
-    ({"heterogeneous_block_specs": {}}, TypeError, "heterogeneous_block_specs: expected a list of dicts, not {}"),
-    ({"heterogeneous_block_specs": [{}] * 5 + [3]}, TypeError, r"heterogeneous_block_specs\[5\]: expected a dict"),
-    ({"heterogeneous_block_specs": [{"intermediate": 8}] * 6}, ValueError,
-        r"heterogeneous_block_specs\[0\]: unknown key 'intermediate' \(did you mean 'intermediate_size'\?\)"),
-    ({"heterogeneous_block_specs": [{"intermediate_size": "8"}] * 6}, TypeError,
-        r"specs\[0\]: inter.* expected an int"),
-    ({"heterogeneous_block_specs": [{"hidden_size": 8}] * 6}, ValueError, "unknown key 'hidden_size'.* own are: inter"),
-    ({"heterogeneous_block_specs": [{}] * 4 + [{"num_key_value_heads": 3}, {}]}, ValueError,
-        r"heterogeneous_block_specs\[4\]: num_attention_heads: 4 .* num_key_value_heads .3."),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("changes", "kind", "message"), ERRORS)
-def test_config_errors(changes, kind, message):
-    with pytest.raises(kind, match=message):
-        LlamaConfig(**{**SMALL, **changes})
-
-
 def test_no_such_layer():
     with pytest.raises(ValueError, match="layer number 0 should be from 1 to 6"):
         LlamaConfig(**SMALL).get_config_for_layer(0)

@@ -9,6 +9,11 @@ import sys
 from collections import Counter
 
 import pytest
+from operator_samples.calls import Sample
+from operator_samples.choice import all_targets, candidates
+from operator_samples.numbers import compare
+from operator_samples.report import recorded
+from operator_samples.seed import CONSTRAINTS, IMPOSSIBLE, ROWS, spellings
 from support.launch import ROOT
 
 from mindformers_core.operators import registry
@@ -18,11 +23,6 @@ from mindformers_core.operators.rules.dims import unary
 sys.path[:0] = [str(ROOT / "docs"), str(ROOT / "scripts")]
 from make_operators import PAGE, page, row  # noqa: E402
 from operator_coverage import measure_all  # noqa: E402
-from operator_samples.calls import Sample  # noqa: E402
-from operator_samples.choice import all_targets, candidates  # noqa: E402
-from operator_samples.numbers import compare  # noqa: E402
-from operator_samples.report import recorded  # noqa: E402
-from operator_samples.seed import CONSTRAINTS, IMPOSSIBLE, ROWS, spellings  # noqa: E402
 
 RECORD = ROOT / "tests" / "operator_coverage.json"
 EACH = 24  # of how many functions and rows one is measured daily

@@ -3,17 +3,13 @@
 import itertools
 import math
 import zlib
-from functools import partial
 
 import mindspore as ms
 import numpy as np
 import pytest
 from mindspore.ops.auto_generate import FlashAttentionScore
+from operator_calls import ALL_CALLS, CALLS, is_many
 from support import simulated_ranks as ranks
-from support.image_calls import CUT
-from support.operator_calls import CALLS, is_many
-from support.operator_source_calls import ALL_CALLS
-from support.verified_operators import VERIFIED
 
 from mindformers_core.algorithms.distributed_operators import ALGORITHMS
 from mindformers_core.layout import Layout
@@ -21,12 +17,10 @@ from mindformers_core.mesh import init_device_mesh
 from mindformers_core.operators import (
     OperatorCall,
     TensorMeta,
-    registered_operators,
     resolve,
     signature_of,
     tensor_meta,
 )
-from mindformers_core.operators.registry import _FACTS
 from mindformers_core.operators.resolve import alternatives
 from mindformers_core.redistribution import CPU, plan_redistribution
 
@@ -36,7 +30,7 @@ ARRIVING = 3  # of these, with which every layout of an output is asked for
 
 
 def all_cases(test):
-    return pytest.mark.parametrize("call", [*CALLS, *CUT], ids=str)(test)
+    return pytest.mark.parametrize("call", CALLS, ids=str)(test)
 
 
 def fill(value, kind, replacements):
@@ -326,18 +320,6 @@ def test_what_is_reduced_or_looked_up_need_not_be_gathered(name, args, expected)
     resolution = resolve(OperatorCall(name, signature_of(name, args), tuple(metas), MESH, CPU))
     assert resolution.inputs == tuple(meta.layout for meta in metas) and not resolution.price.communication
     assert resolution.outputs == (expected,)
-
-
-def test_every_operator_with_a_rule_of_its_own_is_among_the_calls():
-    tested = {_kind(call.name) for call in ALL_CALLS}
-    missing = [name for name in registered_operators() if _kind(name) not in tested and name not in VERIFIED]
-    assert not missing
-
-
-def _kind(name):
-    """What two operators of one rule share: the function, and what it is told to compute."""
-    rule = _FACTS[name].rule
-    return (rule.func, rule.args[0]) if isinstance(rule, partial) else rule
 
 
 def test_dropout_always_runs_its_algorithm():

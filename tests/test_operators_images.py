@@ -10,18 +10,16 @@ import pytest
 from mindspore import Parameter, Tensor, mint, nn, ops
 from support.launch import ROOT
 from support.small_cells import cell_of
+from support.verified_calls import MESH_OF_4, Sample, eager, verified
 
 from mindformers_core import shard, verify
-from mindformers_core.communication.simulated import SimulatedRanks
 from mindformers_core.communication.world import rank_of
 from mindformers_core.layout import layout
 from mindformers_core.lowering.compositions import composed
 from mindformers_core.mesh import DeviceMesh
-from mindformers_core.operators import signature_of, tensor_meta
 from mindformers_core.sharding.inspecting import explain, prepare
-from mindformers_core.tensor_parallel import DTensor
 
-LINE, SQUARE = DeviceMesh((2,), ("tp",)), DeviceMesh((2, 2), ("a", "b"))
+LINE = DeviceMesh((2,), ("tp",))
 F = mint.nn.functional
 RANDOM = np.random.default_rng(5)
 
@@ -130,8 +128,8 @@ GATHERED = {
     "Pad": "2", "unfold": "2 3", "grid_sample": "2 3", "grid_sample 3d": "2 3 4", "crop_and_resize": "0 1 2",
     "ROIAlign": "0 2 3", "space_to_batch": "0 2 3", "batch_to_space": "0 2 3", "affine_grid": "1", "boxes": "1",
     "iou": "1", "lrn": "1", "channel_shuffle": "1", "upwards in groups": "2 3",
+    "upwards": "1", "upwards in 3 dims": "1",
 }  # fmt: skip
-SUMMED = ("conv", "strides", "dilation", "patches", "one by", "even", "large", "upwards", "in training")
 
 
 def cell_for(function):
@@ -164,24 +162,16 @@ def source_of(function, arrays, plan, mesh=LINE):
     return program.source.text, [result.layout for result in program.results]
 
 
+def sample(name, *cuts):
+    """A call, each dim of each tensor cut in turn, or as `cuts` say."""
+    return Sample(name, CALLS[name][0], tuple(CALLS[name][1]), terms=False, cuts=cuts)
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_computes_what_one_card_does(name):
-    function, arrays = CALLS[name]
-    for place, dim in places(arrays):
-        check = verify(cell_for(function), LINE, *map(Tensor, arrays), plan=cut(arrays, place, dim))
-        assert not check.faults, f"{name}, dim {dim} of tensor {place}: {check.report()}"
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_what_is_gathered(name):
-    """Only the dims listed: of all others of the image a rank gets no more than halos. Sums are another matter."""
-    function, arrays = CALLS[name]
-    found = []
-    for _, dim in places(arrays[:1]):
-        text, _ = source_of(function, arrays, cut(arrays, 0, dim))
-        if "x_whole = " in text and not (dim == 1 and name.startswith(SUMMED)):
-            found.append(str(dim))
-    assert found == GATHERED.get(name, "").split() or name.endswith(SUMMED)
+    """Only the dims listed are gathered: of all others of the image a rank gets no more than halos."""
+    dims = {found.split("_")[2] for found in verified(sample(name), LINE) if found.startswith("cut_0_")}
+    assert sorted(dims) == GATHERED.get(name, "").split()
 
 
 def test_a_cut_height_sends_its_halo_only():
@@ -197,16 +187,14 @@ def test_a_cut_height_sends_its_halo_only():
     assert "slice_op(x, (0, 0, 0, 0), (4, 4, 1, 8))" in text and str(placed) == "[-, -, tp, -]"
 
 
-@pytest.mark.parametrize(
-    "entries", [("a", None, "b"), (None, None, "a", "b"), (None, None, ("b", "a")), (None, "a", "b")]
-)
+AXES = layout("a", None, "b"), layout(None, None, "a", "b"), layout(None, None, ("b", "a")), layout(None, "a", "b")
+
+
 @pytest.mark.parametrize("name", ["conv2d", "large", "strides", "depthwise", "max_pool2d", "avg_pool2d", "group_norm"])
-def test_two_axes(name, entries):
+def test_two_axes(name):
     """Corners of halos, and halos that are larger than a part."""
-    function, arrays = CALLS[name]
-    plan = {"": {"input": {"x": layout(*entries)}}}
-    check = verify(cell_for(function), SQUARE, *map(Tensor, arrays), plan=plan)
-    assert not check.faults, check.report()
+    others = [layout()] * (len(CALLS[name][1]) - 1)
+    verified(sample(name, *([image, *others] for image in AXES)), MESH_OF_4)
 
 
 # in spellings without a kernel on CPU, of which the classic one of the same rule is above: where the result is cut
@@ -282,23 +270,7 @@ def test_layers_of_batch_norm_in_evaluation(norm):
 @pytest.mark.parametrize("name", ["conv2d", "max_pool2d", "MaxPool", "avg_pool2d", "depthwise", "upwards", "nearest",
                                   "group_norm", "batch_norm", "crop_and_resize", "lrn"])  # fmt: skip
 def test_the_eager_engine(name):
-    """Values, each dim of the image cut."""
-    function, arrays = CALLS[name]
-    whole = function(*map(Tensor, arrays))
-    whole = [each.asnumpy() for each in (whole if isinstance(whole, tuple) else (whole,))]
-    for _, dim in places(arrays[:1]):
-        layouts = [given.bind(LINE, array.ndim) for given, array in
-                   zip(cut(arrays, 0, dim)[""]["input"].values(), arrays)]  # fmt: skip
-
-        def work(rank, layouts=layouts):
-            parts = [array[given.local_slices(array.shape, rank)].copy() for given, array in zip(layouts, arrays)]
-            found = function(*(DTensor.from_local(Tensor(part), given) for part, given in zip(parts, layouts)))
-            found = found if isinstance(found, tuple) else (found,)
-            return [each.full_tensor().asnumpy() for each in found]
-
-        for results in SimulatedRanks(2).run(work):
-            for found, expected in zip(results, whole, strict=True):
-                np.testing.assert_allclose(found, expected, 1e-4, 1e-4, err_msg=f"dim {dim}")
+    eager(sample(name), LINE)
 
 
 ORDER = """
@@ -315,25 +287,3 @@ def test_all_processes_have_factors_in_one_order():
     run = [sys.executable, "-c", ORDER]
     said = {subprocess.check_output(run, env={**os.environ, "PYTHONHASHSEED": seed}, cwd=ROOT) for seed in "1234"}
     assert len(said) == 1
-
-
-REFUSED = {  # operator, shapes of its tensors, and its other arguments -> what is said
-    ("Conv2D", ((2, 4, 8, 8), (6, 3, 3, 3)), ("out_channel", 6)): "doesn't fit an image",
-    ("Conv2D", ((2, 8, 8, 4), (6, 4, 3, 3)), ("data_format", "NHWC")): "an image is",
-    ("Conv2DExt", ((2, 4, 2, 2), (6, 4, 3, 3))): "don't fit into",
-    ("Conv2DPadding", ((2, 4, 8, 8), (6, 4, 3, 3)), ("padding", "full")): "a padding 'full'",
-    ("ConvTranspose2D", ((2, 4, 8, 8), (6, 4, 3, 3))): "doesn't fit an image",
-    ("MaxPool", ((2, 4),), ("kernel_size", 2)): "an image is",
-    ("UpsampleNearest2D", ((2, 4, 8, 8),), ("output_size", (0, 4))): "can't be resized",
-    ("GridSampler2D", ((2, 4, 8, 8), (3, 2, 2, 2))): "don't fit",
-    ("PReLU", ((2, 4, 8, 8), (3,))): "don't fit n c",
-    ("MaxUnpool2D", ((2, 4, 4, 4),) * 2, ("ksize", 2), ("output_shape", (2, 4, 8, 8))): "leave it out",
-    ("AvgPool2D", ((2, 4, 8, 8),), ("kernel_size", 2), ("pads", 1), ("size", 7)): "besides",
-}
-
-
-@pytest.mark.parametrize("call", REFUSED, ids=str)
-def test_what_is_refused(call):
-    name, shapes, *named = call
-    with pytest.raises((ValueError, TypeError), match=REFUSED[call]):
-        signature_of(name, [tensor_meta(shape, "float32") for shape in shapes], dict(named))

@@ -8,12 +8,12 @@ import pytest
 import test_operators as rules
 from mindspore import Tensor, mint, nn, ops
 from mindspore.ops.function import nn_func
-from support import scatter_calls
+from operator_calls import indexing, losses
+from operator_calls.functions_scatter import f, i, p, sample
+from support.nightly import daily
 from support.planned_models import planned
-from support.scatter_calls import EXPERTS_CALLS, LOSS_CALLS, SCATTER_CALLS
-from support.scatter_functions import MORE, QUICK, WITHOUT_KERNEL, f, i, p
 from support.small_cells import cell_of
-from support.verified_operator import cuts, generated, verified
+from support.verified_calls import MESH_OF_4, Sample, check_of, verified
 
 from mindformers_core.analysis.traffic import bytes_by_axes
 from mindformers_core.capture.algorithm_graph import algorithm_of
@@ -32,14 +32,6 @@ MESH = DeviceMesh((2, 2), ("a", "b"))
 TP = DeviceMesh((2,), ("tp",))
 
 
-@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.nightly) for name in MORE)])
-def test_parts_give_what_one_card_gives(name):
-    """Results and gradients, with each dim of each tensor cut in turn."""
-    function, values = (QUICK | MORE)[name]
-    for layouts in cuts(values):
-        verified(function, values, layouts)
-
-
 TWO = [  # cut over two axes at once
     ("TensorScatterUpdate", [layout("a", "b"), layout(), layout()]),
     ("TensorScatterAdd", [layout("b", None, "a"), layout(), layout()]),
@@ -55,10 +47,10 @@ TWO = [  # cut over two axes at once
 
 @pytest.mark.parametrize(("name", "layouts"), TWO, ids=str)
 def test_two_axes(name, layouts):
-    verified(*QUICK[name], layouts, MESH)
+    verified(sample(name, layouts), MESH_OF_4)
 
 
-CALLS = [*SCATTER_CALLS, *LOSS_CALLS, *EXPERTS_CALLS]
+CALLS = [*indexing.OTHERS, *losses.OTHERS]
 DRAWN = ("CTCLossV2", "CTCLoss")  # NumPy gives shapes only
 
 
@@ -74,12 +66,6 @@ def test_rules(call):
         rules.test_what_is_called_linear_is(call)
     if call.name in ("MoeInitRoutingV2", "MoeTokenPermute", "GroupedMatmulV4", "GmmV2", "MSELossExt"):
         rules.test_shards_compute_what_one_card_does(call)
-
-
-@pytest.mark.parametrize("name", WITHOUT_KERNEL)
-def test_programs_without_a_kernel_are_made(name):
-    for layouts in cuts(WITHOUT_KERNEL[name][1]):
-        assert "def " in generated(*WITHOUT_KERNEL[name], layouts)
 
 
 def floats(*shape, cut=None, dtype="float32"):
@@ -183,10 +169,7 @@ PAIRS += ("none", 3, False, 0.1), ("none", -100, True, 0.0)  # each two values o
 
 @pytest.mark.parametrize(
     ("reduction", "ignored", "weighted", "smoothing"),
-    [
-        pytest.param(*each, marks=[pytest.mark.nightly] * (each not in PAIRS))
-        for each in product(("mean", "sum", "none"), (-100, 3), (False, True), (0.0, 0.1))
-    ],
+    daily(PAIRS, product(("mean", "sum", "none"), (-100, 3), (False, True), (0.0, 0.1))),
 )
 def test_cross_entropy_of_mint_is_that_of_ops(monkeypatch, smoothing, weighted, ignored, reduction):
     """On a cut vocabulary; CPU has not the newer logarithm of the softmax."""
@@ -198,7 +181,8 @@ def test_cross_entropy_of_mint_is_that_of_ops(monkeypatch, smoothing, weighted, 
 
     values = [f(4, 8), p(8), i(8, 4)]
     values[2][1] = ignored
-    check = verified(loss(F.cross_entropy), values, [layout("b", "a"), layout("a"), layout("b")], MESH)
+    cuts = [layout("b", "a"), layout("a"), layout("b")]
+    check = check_of(Sample("", loss(F.cross_entropy), tuple(values), terms=False, cuts=[cuts]), MESH_OF_4)
     ((found,),) = check.truth.outputs.values()
     np.testing.assert_allclose(found, loss(ops.cross_entropy)(*map(Tensor, values)).asnumpy(), 1e-5)
 
@@ -208,10 +192,10 @@ def test_what_mindspore_gets_wrong_on_cpu():
     x, at_, u = f(4, 8), i(8, 4, 6), f(4, 6)
     mint.scatter(Tensor(x), 1, Tensor(at_), Tensor(u))
     found = corrected.scattered(Tensor(x), 1, Tensor(at_), Tensor(u), "add").asnumpy()
-    np.testing.assert_allclose(found, scatter_calls.elements(x, 1, at_, u, "add"), 1e-5)
+    np.testing.assert_allclose(found, indexing.elements(x, 1, at_, u, "add"), 1e-5)
     given = Tensor(x)
     found = corrected.index_added(given, 1, Tensor(at_[0]), Tensor(u), 2).asnumpy()
-    np.testing.assert_allclose(found, scatter_calls.slices(x, 1, at_[0], u, 2), 1e-5)
+    np.testing.assert_allclose(found, indexing.slices(x, 1, at_[0], u, 2), 1e-5)
     np.testing.assert_array_equal(given.asnumpy(), x)
     slope = ms.grad(lambda x, y: corrected.binary_cross_entropy_of_logits(x, y))
     every = slope(Tensor(x), Tensor(p(4, 8) * 0)).asnumpy()
@@ -231,43 +215,3 @@ INDICES = [
 def test_index_by_tensors_is_numpys(index):
     given = tuple(Tensor(entry.astype(np.int32)) if isinstance(entry, np.ndarray) else entry for entry in index)
     np.testing.assert_array_equal(index_tensor(Tensor(X), given).asnumpy(), X[index])
-
-
-ERRORS = [
-    ("TensorScatterAdd", [(4, 8), (6, 3), (6,)], "3-dim coordinates"),
-    ("TensorScatterAdd", [(4, 8), (6, 1), (6, 4)], "don't fit"),
-    ("ScatterNd", [(6, 2), (6, 3), (4, 8)], "don't fit"),
-    ("Scatter", [(4, 8), 1, (4, 6), (4, 5), 0], "larger than its updates"),
-    ("Scatter", [(4, 8), 1, (4, 6), (4, 6), 2], "adds or replaces"),
-    ("IndexAddExt", [(4, 8), 1, (6,), (4, 5)], "doesn't fit"),
-    ("IndexPut", [(4, 8), (6, 6), [(6,), (6,)], 0], "don't broadcast"),
-    ("UnsortedSegmentSum", [(4, 8), (3,), 3], "segment ids"),
-    ("EmbeddingLookup", [(4, 8), (3,), None], "an offset is made of ints"),
-    ("SearchSorted", [(4, 8), (3, 2)], "don't broadcast"),
-    ("SmoothL1Loss", [(4, 8), (4, 4), 1.0, 0], "a target"),
-    ("BinaryCrossEntropy", [(4, 8), (4, 8), None, 1, 2], "besides target, weight, reduction"),
-    ("MultiMarginLoss", [(4, 8), (4, 4)], "labels"),
-    ("TripletMarginLoss", [(4, 8), (4, 8), (4, 4), 1.0], "don't fit n D"),
-    ("CTCLossV2", [(6, 2, 4), (9,), (2,), (2,)], "don't fit T n C"),
-    ("NLLLoss2d", [(2, 4, 3, 3), (2, 3, 4), (4,), 1, -100], "don't broadcast"),
-    ("GroupedMatmulV4", [[(8, 4)], [(2, 4, 6)]], "needs a group_list"),
-    ("Gmm", [[(8, 4), (8, 4)], [(2, 4, 6)], None, (4, 8)], "one tensor of tokens"),
-    ("Gmm", [[(8, 4)], [(2, 5, 6)], None, (4, 8)], "don't fit M k, E k n"),
-    ("MoeTokenPermute", [(4, 8), (4, 2), None, True], "padded_mode=True"),
-    ("MoeTokenUnpermute", [(8, 4), (8,), None, True], "padded_mode=True"),
-    ("MoeInitRoutingV2", [(4, 8), (4, 2), 0, 4, 2, 1], "with a capacity"),
-]
-
-
-@pytest.mark.parametrize(("name", "args", "message"), ERRORS, ids=str)
-def test_calls_that_do_not_fit(name, args, message):
-    whole = {"TensorScatterAdd": 1, "ScatterNd": 0, "Scatter": 2, "IndexAddExt": 2, "IndexPut": 2, "CTCLossV2": 1}
-
-    def meta(value, place):
-        if isinstance(value, list):
-            return [meta(entry, place) for entry in value]
-        is_shape = isinstance(value, tuple) and (name, place) not in (("ScatterNd", 2), ("Gmm", 3))
-        return tensor_meta(value, "int64" if place == whole.get(name, 1) else "float32") if is_shape else value
-
-    with pytest.raises((ValueError, TypeError), match=message):
-        signature_of(name, [meta(value, place) for place, value in enumerate(args)])

@@ -4,6 +4,7 @@ import random
 from dataclasses import replace
 
 import pytest
+from support.nightly import seeds
 from support.pipeline_random_tables import (
     COMPUTE,
     PARTNERS,
@@ -14,7 +15,6 @@ from support.pipeline_random_tables import (
     random_table,
     works,
 )
-from support.seeds import seeds
 
 from mindformers_core.pipeline.tables.lowering import forward_only, lowered
 from mindformers_core.pipeline.tables.simulating import StepCosts, simulate

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from mindspore import nn, ops
+from operator_calls import ALL_CALLS
 from support.captured_models import small_llama
-from support.operator_source_calls import ALL_CALLS
 from support.planned_models import planned
 from support.small_cells import cell_of
 from test_operators import MESH as SQUARE, ask, combinations, fill, meta_of, shape_of, tensors_of

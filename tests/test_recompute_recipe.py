@@ -1,4 +1,6 @@
-"""Sections recompute and swap of a recipe: short forms, overrides, round trips, and what can't stand together."""
+"""Settings of recompute and swap, in Python and in recipes: every form that is taken."""
+
+import dataclasses
 
 import pytest
 import yaml
@@ -147,52 +149,83 @@ def test_what_can_stand_together():
     load_recipe(TINY, ["recompute=false", "swap=false", "context.engine=eager"])
 
 
-ERRORS = [  # overrides of the tiny recipe with 4 layers, error, and a piece of its text
-    (["recompute=3"], TypeError,
-        "recompute: 3 should be true, false or a section with keys, as full, select, exclude, mp_comm_recompute: docs/"
-        "recompute.md"),
-    (["swap=[1]"], TypeError,
-        "swap: [1] should be true, false or a section with keys, as swap, default_prefetch, layer_"),
-    (["recompte=true"], ValueError, "recompte: unknown section (did you mean 'recompute'?); known: model, training"),
-    (["recompute.ful=true"], ValueError,
-        "recompute.ful: unknown key (did you mean 'full'?); known: full, select, exclude,"),
-    (["recompute.select_recompute=a"], ValueError, "unknown key (did you mean 'mp_comm_recompute'?); "),
-    (["recompute.recompute=true"], ValueError, "mp_comm_recompute, parallel_optimizer_comm_recompute, budget: docs/"),
-    (["recompute_config.recompute=true"], ValueError, "unknown section (did you mean 'recompute'?); known: model"),
-    (["swap.prefetch=3"], ValueError, "swap.prefetch: unknown key (did you mean 'default_prefetch'?)"),
-    (["recompute.full=3"], TypeError,
-        "recompute.full: 3 should be true for all layers, a list of layer numbers, as [0, 3]"),
-    (["recompute.select=*.cast"], ValueError,
-        "override 'recompute.select=*.cast': a text that begins with * needs quotes of its own: write "
-        "\"recompute.select=['*.cast']\""),
-    (["recompute.select=[a, *.b,*.c[0]]"], ValueError, "write \"recompute.select=[a, '*.b','*.c[0]']\""),
-    (["swap.op_swap=*.mlp"], ValueError, "write \"swap.op_swap={'*.mlp': true}\""),
-    (["swap.op_swap={*.mlp: {layers: 0-1}}"], ValueError, "write \"swap.op_swap={'*.mlp': {layers: 0-1}}\""),
-    (["swap.op_swap.layers.*.mlp=true"], ValueError,
-        "override 'swap.op_swap.layers.*.mlp=true': a pattern can't be a part of a key: write "
-        "\"swap.op_swap={'layers.*.mlp': true}\""),
-    (["swap.op_swap.*.mlp.layers=0-1"], ValueError, "write \"swap.op_swap={'*.mlp': {layers: 0-1}}\""),
-    (["recompute=true", "recompute.parallel_optimizer_comm_recompute=true"], ValueError,
-        "recompute.parallel_optimizer_comm_recompute: True is about the gathered weights of parallelism.zero_level=3, "
-        "but zero_level is 0: leave it out, or use parallelism.zero_level=3"),
-    (["recompute.budget=0.5", "context.mode=0"], ValueError,
-        "recompute.budget: compiled functions can only recompute whole Cells: use recompute.full, or recompute.select"),
-    (["swap=true", "context.mode=0"], ValueError, "swap: compiled functions can only recompute whole Cells"),
-    (["recompute.full=true", "recompute.mp_comm_recompute=false", "context.mode=0"], ValueError,
-        "recompute.mp_comm_recompute: false: compiled functions can only recompute whole Cells"),
-    (["recompute.budget=0.5", "context.engine=eager"], ValueError,
-        "context.engine: eager keeps what every operator keeps, and recompute can't change that: use "
-        "context.engine=generated, or leave recompute out"),
-    (["recompute=true", "swap={op_swap: {a: true}}", "context.engine=eager"], ValueError, "recompute and swap can't"),
-]  # fmt: skip
+def test_defaults_ask_for_nothing():
+    assert RecomputeSettings() == RecomputeSettings(None, (), (), True, None, None)
+    assert SwapSettings() == SwapSettings(False, 1, (), ())
+    assert not RecomputeSettings().is_on and not SwapSettings().is_on
 
 
 @pytest.mark.parametrize(
-    ("overrides", "kind", "message"),
-    ERRORS,
-    ids=[f"{index} {' '.join(error[0])}" for index, error in enumerate(ERRORS)],
+    "given", [{"full": True}, {"full": [0]}, {"select": "a"}, {"budget": 1}, {"budget": 0.5, "exclude": "*.cast"}]
 )
-def test_mistakes(overrides, kind, message):
-    with pytest.raises(kind) as caught:
-        load_recipe(TINY, overrides)
-    assert message in str(caught.value)
+def test_any_choice_is_on(given):
+    assert RecomputeSettings(**given).is_on
+    off = RecomputeSettings(full=False, mp_comm_recompute=False, parallel_optimizer_comm_recompute=False)
+    assert not off.is_on and dataclasses.replace(off, select=None) == off
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"exclude": ["a"]},
+        {"mp_comm_recompute": False},
+        *({"parallel_optimizer_comm_recompute": f} for f in (True, False)),
+    ],
+)
+def test_switched_off_whatever_the_flags_say(flags):
+    off = RecomputeSettings(full=False, **flags)
+    assert not off.is_on and dataclasses.replace(off) == off
+
+
+def test_one_form_of_recompute_settings():
+    given = RecomputeSettings(full="0-2", select="layers.*.mlp", exclude=["*.cast", "x"], mp_comm_recompute=False)
+    assert given == RecomputeSettings((0, 1, 2), ("layers.*.mlp",), ("*.cast", "x"), False)
+    assert dataclasses.replace(given, select=None).select == ()
+    hash(given)
+
+
+@pytest.mark.parametrize(
+    ("given", "numbers"),
+    [
+        (None, None),
+        (False, False),
+        (True, True),
+        ("0-7", (0, 1, 2, 3, 4, 5, 6, 7)),
+        ("0,3,5-7", (0, 3, 5, 6, 7)),
+        ([0, 3], (0, 3)),
+        (["5-7", 0], (0, 5, 6, 7)),
+        (["0-3", "5"], (0, 1, 2, 3, 5)),
+        ([9, "0-1,4"], (0, 1, 4, 9)),
+    ],
+)
+def test_forms_of_layer_numbers(given, numbers):
+    found = RecomputeSettings(full=given).full
+    assert found == numbers and type(found) is type(numbers)
+
+
+def test_layers_to_swap():
+    given = [{"layers": "0-1", "backward_prefetch": 20}, {"layers": [3]}, {"layers": [5], "backward_prefetch": None}]
+    settings = SwapSettings(layer_swap=given, default_prefetch=7)
+    assert settings.layer_swap == (LayerSwap((0, 1), 20), LayerSwap((3,), 7), LayerSwap((5,), 7))
+    assert settings.is_on and settings.swap is True and settings.op_swap == ()
+    assert SwapSettings(layer_swap=[{"layers": True}]).layer_swap == (LayerSwap(True, 1),)
+
+
+def test_operators_to_swap_in_both_forms():
+    listed = [{"op_name": "attention", "backward_prefetch": 20, "layers": [0, 1]}, {"op_name": "*.cast"}]
+    named = {"attention": {"backward_prefetch": 20, "layers": "0-1"}, "*.cast": True}
+    expected = (OperatorSwap("attention", (0, 1), 20), OperatorSwap("*.cast", True, 4))
+    for given in (listed, named, expected):
+        settings = SwapSettings(op_swap=given, default_prefetch=4)
+        assert settings.op_swap == expected and settings.is_on
+        assert dataclasses.replace(settings) == settings
+    assert SwapSettings(op_swap={"layers": True}).op_swap == (OperatorSwap("layers", True, 1),)  # named like a key
+
+
+def test_swap_alone_is_attention_and_false_is_nothing():
+    settings = SwapSettings(swap=True, default_prefetch=10)
+    assert settings.op_swap == (OperatorSwap(DEFAULT_OP_SWAP, True, 10),) and settings.layer_swap == ()
+    assert SwapSettings(swap=True, layer_swap=[{"layers": [0]}]).op_swap == ()
+    assert not SwapSettings(swap=False, layer_swap=[{"layers": [0]}]).is_on
+    assert not SwapSettings(swap=False, default_prefetch=10).is_on
+    assert not SwapSettings(layer_swap=[], op_swap={}).is_on and not SwapSettings(None, 1, None, None).is_on

@@ -5,6 +5,7 @@ import pytest
 import test_propagation_random as programs
 from mindspore import nn
 from support.captured_models import MODELS, small_llama
+from support.nightly import seeds
 from support.plan_checks import check_plan
 from support.plan_differences import first_difference
 from support.planned_models import captured
@@ -43,9 +44,7 @@ def random_program(seed, size, monkeypatch):
     return graph, (mesh, arriving, parameters, declarations), shapes, aliases
 
 
-@pytest.mark.parametrize(
-    "seed", [*range(30), *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(30, 60))]
-)
+@pytest.mark.parametrize("seed", seeds(20, 60))
 def test_random_programs_of_other_sizes(seed, monkeypatch):
     large, given, *_ = random_program(seed, 64, monkeypatch)
     plan = propagate(large, *given)

@@ -5,12 +5,12 @@ import sys
 
 import numpy as np
 import pytest
+from operator_calls.call import Call, f
+from operator_samples.extremes import compared
+from operator_samples.repeats import repeated
 from support.launch import ROOT
-from support.operator_calls import Call, f
 
 sys.path.append(str(ROOT / "scripts"))
-from operator_samples.extremes import compared  # noqa: E402
-from operator_samples.repeats import repeated  # noqa: E402
 from scan_kernels import entries, page, scan  # noqa: E402
 
 X = f(4, 8)

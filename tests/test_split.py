@@ -37,25 +37,6 @@ def test_embedding():
 @pytest.mark.parametrize(
     ("arguments", "kind", "message"),
     [
-        ({"size": (6,)}, TypeError, r"size: expected two ints \(N, M\)"),
-        ({"size": 6}, TypeError, "size: expected two ints"),
-        ({"size": (6, 4.0)}, TypeError, "size: expected two ints"),
-        ({"size": (6, 0)}, ValueError, r"size: \(6, 0\) should be at least 1"),
-        ({"operation": "linar"}, ValueError, "operation: 'linar' should be .* .did you mean 'linear'"),
-        ({"axis": 2}, ValueError, "axis: 2 should be 0 .* or 1"),
-        ({"operation": "embedding", "axis": 1}, ValueError, "embedding.* not with axis=1"),
-        ({"operation": "embedding", "gather_out": False}, ValueError, "not with axis=0, gather_out=False"),
-        ({"operation": "embedding", "bias_attr": "ones"}, ValueError, "bias_attr='ones'"),
-    ],
-)
-def test_refused_layers(arguments, kind, message):
-    with pytest.raises(kind, match=message):
-        split_layer(**{"size": (6, 4), "operation": "linear", **arguments})
-
-
-@pytest.mark.parametrize(
-    ("arguments", "kind", "message"),
-    [
         ({"num_partitions": 4}, ValueError, "num_partitions: 4 should be 2, the size of axis 'tp' of .dp=1, tp=2."),
         ({"num_partitions": "2"}, TypeError, "num_partitions: expected an int, not '2'"),
         ({"mesh": DeviceMesh((2,), ("dp",)), "num_partitions": 2}, ValueError, "unknown mesh axis 'tp'"),

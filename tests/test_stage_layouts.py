@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import mindspore as ms
 import numpy as np
 import pytest
+from support.nightly import daily
 from support.split_models import SMALL, Sequence, batch, build, config_of, parts_of, whole_of
 
 from mindformers_core.capture.algorithm_graph import algorithm_of
@@ -61,16 +62,10 @@ OPTIONS = {
 }
 
 
-BY_DAY = ("uneven", "sequence"), ("uneven", "sequence, no batch"), ("v", "data"), ("v", "nothing")
+BY_DAY = ("uneven", "sequence"), ("v", "data")
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        pytest.param(*each, marks=[pytest.mark.nightly] * (each not in BY_DAY))
-        for each in product(("uneven", "v"), OPTIONS)
-    ],
-)
+@pytest.mark.parametrize(("name", "options"), daily(BY_DAY, product(("uneven", "v"), OPTIONS)))
 def test_boundaries_send_nothing(rank_0_of_4, name, options):
     """Stages together have exactly the collectives of the whole, forward and backward, and neighbours agree."""
     options = OPTIONS[options]

@@ -12,6 +12,7 @@ import pytest
 from mindspore import Tensor, nn, ops
 from models import EXAMPLES, axes_of
 from support.launch import ROOT
+from support.nightly import daily
 from support.random_steps import Tower
 from support.small_cells import Doubled, cell_of
 from support.small_zero import array
@@ -258,16 +259,10 @@ def test_what_verify_takes():
         verify(lambda: net, mesh, Tensor(array(2, 4)), plan={})
 
 
-BY_DAY = "llama3_8b", "llama_tiny_pp", "llama_tiny_cpu_1p"
+RECIPES = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(path.stem, marks=[pytest.mark.nightly] * (path.stem not in BY_DAY))
-        for path in sorted((ROOT / "configs").glob("*.yaml"))
-    ],
-)
+@pytest.mark.parametrize("name", daily(("llama_tiny_pp", "llama_tiny_cpu_1p"), RECIPES))
 def test_every_recipe_at_its_least_sizes(name):
     check = verify_recipe(load_recipe(str(ROOT / "configs" / f"{name}.yaml")))
     assert not check.faults and check.compared > 400, check.report()

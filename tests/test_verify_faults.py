@@ -2,28 +2,14 @@
 
 import pytest
 from support.launch import ROOT
+from support.nightly import daily
 from verify_faults import SUBJECTS, outcome, read_faults
 
 FAULTS = read_faults()
-EVERY_DAY = 10  # of so many faults one, the others nightly
+EVERY_DAY = 16  # of so many faults one, the others nightly
 
 
-def some(faults):
-    """Every `EVERY_DAY`-th fault, and the others nightly."""
-    return [
-        pytest.param(fault, id=fault.name, marks=[pytest.mark.nightly] * (place % EVERY_DAY > 0))
-        for place, fault in enumerate(faults)
-    ]
-
-
-def subjects(faults):
-    """Those of every day's faults, and the others nightly."""
-    every_day = {fault.subject for fault in faults[::EVERY_DAY]}
-    others = sorted({fault.subject for fault in faults} - every_day)
-    return [*sorted(every_day), *(pytest.param(subject, marks=pytest.mark.nightly) for subject in others)]
-
-
-@pytest.mark.parametrize("fault", some(FAULTS))
+@pytest.mark.parametrize("fault", daily(FAULTS[::EVERY_DAY], FAULTS), ids=lambda fault: fault.name)
 def test_a_fault_is_found_in_its_place(fault):
     report = outcome(fault.subject, fault)
     assert report, "not found"
@@ -32,7 +18,7 @@ def test_a_fault_is_found_in_its_place(fault):
     assert len(report.partition("\n\n---")[0].splitlines()) <= 15, report
 
 
-@pytest.mark.parametrize("subject", subjects(FAULTS))
+@pytest.mark.parametrize("subject", daily({fault.subject for fault in FAULTS[::EVERY_DAY]}, SUBJECTS))
 def test_nothing_is_found_without_a_fault(subject):
     assert outcome(subject) == ""
 

@@ -12,6 +12,7 @@ import pytest
 from mindspore import Parameter, ParameterTuple, Tensor, mint, nn, ops
 from mindspore.utils import MsDispatchMode
 from models import TINY_LLAMA
+from support.nightly import daily
 from support.small_cells import cell_of
 from support.split_backward import Compiled, Interpreted, assert_same, filled, gradients
 
@@ -261,7 +262,7 @@ def test_programs_that_defer_different_weights(compiled):
             np.testing.assert_allclose(found[name], whole[name], 1e-5, 1e-6, err_msg=name)
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["pynative", "jit"])
+@pytest.mark.parametrize("compiled", daily([False], [False, True]), ids=["pynative", "jit"])
 def test_recomputed_cells(compiled):
     def make():
         net = LlamaForCausalLM(LlamaConfig(**(SIZES | {"num_hidden_layers": 2})))

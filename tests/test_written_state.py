@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn, ops
 from support.launch import ROOT
+from support.nightly import daily
 from support.written_models import MODELS, Residual, batches, built
 
 from mindformers_core import recompute, shard, verify
@@ -144,11 +145,11 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("name", daily(("pipeline",), MESHES))
 def test_recipes_write_as_one_card_does(name):
     """Micro-batches in their order, and what runs again once."""
-    sizes = "training.local_batch_size=8", "training.global_batch_size=32"
-    given = (*sizes, "model.name=support.normalised_model:CLASSIFIER")
+    given = "training.local_batch_size=8", "training.global_batch_size=32"
+    given += ("model.name=support.normalised_model:CLASSIFIER",)
     check = verify_recipe(load_recipe(str(ROOT / "examples" / "own_model.yaml"), [*given, *MESHES[name]]))
     assert not check.faults, check.report()
     states = [state["blocks.1.norm.moving_mean"] for state in check.truth.written.values()]

@@ -113,48 +113,6 @@ def test_batches_follow_from_what_is_given(whole, given, dp, micro_batches):
     assert accumulation_steps(load_recipe(ZERO, overrides), dp) == micro_batches
 
 
-ERRORS = [  # overrides of llama_tiny_zero.yaml, error, and a piece of its text
-    ([f"{LEVEL}=4"], ValueError, f"{LEVEL}: 4 is not one of 0, 1, 2, 3"),
-    ([f"{LEVEL}=level1"], ValueError, f"{LEVEL}: 'level1' is not one of 0, 1, 2, 3"),
-    (["parallelism.zero_levl=1"], ValueError, "parallelism.zero_levl: unknown key (did you mean 'zero_level'?)"),
-    ([f"{SHARD}=1"], ValueError, f"{LEVEL}: 2 shards optimizer state and gradients among data_par"),
-    ([f"{SHARD}=1", f"{REPLICATE}=2"], ValueError,
-        f"{SHARD} is 1, so nothing would be sharded: use data_parallel_shard=2"),
-    ([f"{SHARD}=0"], ValueError, f"{SHARD}: 0 is neither -1 nor at least 1"),
-    (["parallelism.gradient_accumulation_shard=true", f"{LEVEL}=0"], ValueError, "true is about sums of"),
-    ([f"{RESHARD}=true"], ValueError,
-        f"{RESHARD}: True is about the sharded weights of {LEVEL} 3, but zero_level is 2"),
-    ([f"{LEVEL}=3", f"{RESHARD}=1"], TypeError, f"{RESHARD}: 1 (int) should be true or false"),
-    ([f"{FUSION}=true"], TypeError, f"{FUSION}: True (bool) should be a text, a whole number, a number or a mapping"),
-    ([f"{FUSION}=atuo"], ValueError, f"{FUSION}: 'atuo' should be 'auto', a number of MB"),
-    ([f"{FUSION}=-3"], ValueError, f"{FUSION}: -3 MB should be at least 0"),
-    ([f"{FUSION}={{mode: sise, config: 3}}"], ValueError, f"{FUSION}.mode: 'sise' should be"),
-    ([f"{FUSION}={{alreduce: auto}}"], ValueError, "(did you mean 'allreduce'?)"),
-    ([f"{FUSION}={{allreduce: {{mode: index, config: 3}}}}"], TypeError,
-        f"{FUSION}.allreduce.config: 3 should be a list of counts"),
-    (
-        [f"{GLOBAL}=16"],
-        ValueError,
-        f"{GLOBAL}: 16 is not training.local_batch_size 2 x 2 data-parallel ranks x {ACCUMULATE} 2 = 8: "
-        "try global_batch_size=8 or gradient_accumulation_steps=4, or give only one of the two",
-    ),
-    ([f"{GLOBAL}=9"], ValueError, "= 8: try global_batch_size=8, or give only one of the two"),
-    ([f"{REPLICATE}=2", f"{GLOBAL}=12", f"{ACCUMULATE}=null"], ValueError,
-        f"{GLOBAL}: 12 is no multiple of training.local_batch_size 2 x 4 data-parallel ranks = 8: try 8"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("overrides", "kind", "message"),
-    ERRORS,
-    ids=[f"{index} {' '.join(error[0])}" for index, error in enumerate(ERRORS)],
-)
-def test_mistakes(overrides, kind, message):
-    with pytest.raises(kind) as caught:
-        load_recipe(ZERO, overrides)
-    assert message in str(caught.value)
-
-
 def test_a_batch_that_does_not_fit_the_launched_ranks():
     recipe = load_recipe(ZERO, [f"{SHARD}=-1", f"{GLOBAL}=16"])
     _, dp, _, _ = mesh_shape(recipe, 8)

@@ -65,9 +65,9 @@ def case_inputs_are_compared_before_the_first_step():
             np.testing.assert_allclose(loss, expected, 1e-6)
             assert said == []
             assert loss_of(net_on(mesh, mode=mode, check_inputs=False), whole)[1] == []
-        loss, said = loss_of(net_on(mesh, mode=mode, inputs="full_batch"), whole, compiled)
-        np.testing.assert_allclose(loss, expected, 1e-6)
-        assert said == []
+            loss, said = loss_of(net_on(mesh, mode=mode, inputs="full_batch"), whole)
+            np.testing.assert_allclose(loss, expected, 1e-6)
+            assert said == []
         (said,) = loss_of(net_on(mesh, mode=mode), whole, compiled)[1]
         assert "on all 2 ranks of dp" in said and 'inputs="full_batch"' in said
         uneven = slice(0, 3 if rank == 2 else 4)

@@ -23,12 +23,12 @@ from mindformers_core.communication.messages import gather_values
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.trainer.recipe import MESH_AXES
 
-COUNT, LAYERS = 60, "model.num_hidden_layers=2"
+COUNT, LAYERS = 24, "model.num_hidden_layers=2"
 
 
 @on_ranks(4)
 def case_generated_on_other_meshes_than_trained():
-    """60 greedy tokens, compiled, and drawn ones, on (pp 2, tp 2), tp 2 and one rank; logits of a prompt a rank."""
+    """24 greedy tokens, compiled, and drawn ones, on (pp 2, tp 2), tp 2 and one rank; logits of a prompt a rank."""
     folder = os.path.join(tempfile.gettempdir(), f"mindformers_core_case_generate_{os.environ['MS_SCHED_PORT']}")
     me = world().rank
     job = train(folder, me, *TRAINED, LAYERS)

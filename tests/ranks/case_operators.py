@@ -9,9 +9,9 @@ from accepted import AXES, accepted, at_random
 from direct_calls import DirectCall
 from mindspore_calls import CALLS
 from one_card import check, draw, is_float
+from operator_calls import ALL_CALLS
 from recorded_rules import rules_met
 from support.launch import on_ranks
-from support.operator_source_calls import ALL_CALLS, BROKEN, WITHOUT_GRADIENT, WITHOUT_KERNEL
 
 from mindformers_core.communication import world
 from mindformers_core.layout import Layout
@@ -24,14 +24,14 @@ MORE = {"rule": 1, "function": 1}  # combinations drawn at random for one call
 def case_operators_equal_one_card():
     """By the name of the rule: every registered operator that has a kernel on CPU and isn't random."""
     mesh, failures = mesh_of_all(), []
-    calls = [call for call in ALL_CALLS if str(call) not in BROKEN and call.name not in (*WITHOUT_KERNEL, "Dropout")]
+    calls = [call for call in ALL_CALLS if call.runs == "CPU" and not call.broken and call.name != "Dropout"]
     for call in calls:
         direct = DirectCall(call)
         floats = list(map(is_float, direct.values))
         choices = list(accepted(direct.signature, floats, mesh))
         choices += _more("rule", direct.values, mesh)
         tolerance = 2e-3 if _is_half(call) else 1e-5
-        _collect(failures, str(call), direct, direct.values, choices, tolerance, str(call) not in WITHOUT_GRADIENT)
+        _collect(failures, str(call), direct, direct.values, choices, tolerance, not call.gradient)
     assert not failures, f"{len(failures)} of {len(calls)} operators fail:\n" + "\n".join(failures)
 
 

@@ -54,19 +54,28 @@ def on_a_mesh(shape, kind, compiled=False, count=4, **options):
     return schedule_of(kind, count, chunks_of(kind), mesh, rank, make, compiled, **options), mesh
 
 
+OVER_TP, OVER_DP = (2, 1, 2), (2, 2, 1)
+
+
+def compare_on_meshes(*runs):
+    expected = one_card(8, 2)
+    for shape, kind, compiled in runs:
+        schedule, mesh = on_a_mesh(shape, kind, compiled)
+        what = f"{kind.__name__} on {shape}, compiled: {compiled}"
+        assert_alike(pipelined(schedule, 8, 2, mesh), expected, what)
+
+
 @on_ranks(4)
 def case_pipelines_compose_with_the_other_axes():
-    """Two stages of two ranks each: cut over tp, over dp; weight gradients later or not; PyNative and compiled."""
-    expected, over_tp, over_dp = one_card(8, 2), (2, 1, 2), (2, 2, 1)
-    for shape, kind, modes in (
-        (over_tp, ScheduleZBV, [False, True]),
-        (over_dp, Schedule1F1B, [True]),
-        (over_dp, ScheduleZBV, [False]),
-    ):
-        for compiled in modes:
-            schedule, mesh = on_a_mesh(shape, kind, compiled)
-            what = f"{kind.__name__} on {shape}, compiled: {compiled}"
-            assert_alike(pipelined(schedule, 8, 2, mesh), expected, what)
+    """Two stages of two ranks each: cut over tp, compiled, weight gradients later; over dp."""
+    compare_on_meshes((OVER_TP, ScheduleZBV, True), (OVER_DP, Schedule1F1B, False))
+
+
+@on_ranks(nightly=(4,))
+def case_more_pipelines_compose_with_the_other_axes():
+    """The other way round."""
+    compare_on_meshes(*((OVER_DP, kind, kind is Schedule1F1B) for kind in (Schedule1F1B, ScheduleZBV)))
+    compare_on_meshes((OVER_TP, ScheduleZBV, False))
 
 
 @on_ranks(4)

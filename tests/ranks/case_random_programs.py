@@ -11,7 +11,7 @@ from support.launch import on_ranks
 
 from mindformers_core.mesh import init_device_mesh
 
-PROGRAMS = 20
+PROGRAMS = 12
 CHOICES = 2  # of layouts for each program
 
 

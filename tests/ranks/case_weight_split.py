@@ -52,8 +52,13 @@ def check(shape, axes, tied, sequence_parallel=False, compiled=True):
 @on_ranks(2)
 def case_split_backward_on_tp_2():
     """Weights cut over the ranks; with sequence parallelism, too."""
-    check((2,), ("tp",), tied=True)
+    check((2,), ("tp",), tied=True, compiled=False)
     check((2,), ("tp",), tied=False, sequence_parallel=True, compiled=False)
+
+
+@on_ranks(nightly=(2,))
+def case_compiled_split_backward_on_tp_2():
+    check((2,), ("tp",), tied=True)
 
 
 def blocks():

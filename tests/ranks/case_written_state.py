@@ -61,9 +61,8 @@ def check(name, mesh, mode, compiled=False):
 
 @on_ranks(4)
 def case_written_state_equals_one_card():
-    """Statistics, counters and sums after three steps; whole, and cut."""
+    """Statistics, counters and sums after three steps; all models, of simulated ranks, are in `test_written_state`."""
     mesh = init_device_mesh((2, 2), ("dp", "tp"))
-    for name in MODELS:
-        check(name, mesh, "generated")
+    check("batch norm", mesh, "generated")
     check("sums cut", mesh, "eager")
     check("statistics cut", mesh, "generated", compiled=True)

@@ -36,7 +36,6 @@ def case_levels_equal_one_rank():
     with count_collectives() as counts:
         train_step(job)
     assert [counts[kind, ("dp",)][0] for kind in ("all_gather", "reduce_scatter")] == [1, 1], counts
-    compare(2, 4)
     compare(3, 1, "parallelism.sequence_parallel=true")
 
 
@@ -61,7 +60,12 @@ def case_groups_that_shard_equal_one_rank():
 
 @on_ranks(4)
 def case_pipelined_levels_equal_one_rank():
-    """Every stage is sharded over its data-parallel ranks; several runs a step, tied embeddings, also on one rank."""
+    """Every stage is sharded over its data-parallel ranks; several runs a step, tied embeddings; compiled."""
     two = *DEEP, "model.num_hidden_layers=2"
     compare(2, 2, *pipeline("zb_h1"), "context.mode=0", shape=PP_AND_DP, alike=two)
+
+
+@on_ranks(nightly=(4,))
+def case_pipelined_gathers_equal_one_rank():
+    """Two stages on a rank, whose weights come and go."""
     compare(3, 2, *pipeline("zb_v", 2), shape=PP_AND_DP, alike=DEEP)

@@ -2,7 +2,7 @@
 
 import numpy as np
 from mindspore import Tensor
-from support.operator_calls import local
+from operator_calls import local
 
 from mindformers_core.lowering.operator_source import operator_source
 from mindformers_core.operators import signature_of, tensor_meta

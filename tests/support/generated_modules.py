@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor
+from operator_calls import local
 from support.captured_models import Function
-from support.operator_calls import local
 
 from mindformers_core.capture.capture import capture
 from mindformers_core.lowering.operator_source import operator_source

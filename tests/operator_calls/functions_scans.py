@@ -2,16 +2,8 @@
 
 import mindspore as ms
 import numpy as np
-import pytest
 from mindspore import Tensor, mint, ops
-from support import verified_operators
-from support.small_cells import cell_of
-from support.verified_calls import MESH, MESH_OF_4, Sample, eager, numbers, operators_of, planned, stopped, verified
-
-from mindformers_core import shard
-from mindformers_core.communication.world import rank_of
-from mindformers_core.layout import layout
-from mindformers_core.sharding.inspecting import explain
+from support.verified_calls import Sample, numbers, stopped
 
 X, CUBE, AROUND = numbers(4, 8), numbers(4, 8, 4), numbers(4, 8) - 1.2
 DISTINCT = np.random.default_rng(3).permutation(32).reshape(4, 8).astype(np.float32)
@@ -68,39 +60,5 @@ WITHOUT_KERNEL = (
     Sample("mint_cumsum", lambda x: [mint.cumsum(x, 1), x.cumsum(dim=0)], (X,)),
     Sample("mint_cummin", lambda x: mint.cummin(x, 1), (X,)),
 )
-
-
-@pytest.mark.parametrize("sample", [*SCANS, *TOP_K], ids=str)
-def test_scans(sample):
-    assert verified(sample) == sample.gathered
-
-
-@pytest.mark.parametrize("sample", WITHOUT_KERNEL, ids=str)
-def test_plans_without_a_kernel(sample):
-    assert planned(sample) == sample.gathered
-
-
-@pytest.mark.parametrize("sample", [*SCANS, *TOP_K], ids=str)
-def test_operator_by_operator(sample):
-    eager(sample)
-
-
-@pytest.mark.parametrize("sample", [*SCANS[::3], *TOP_K], ids=str)
-def test_two_axes(sample):
-    """Every dim cut over both axes of a mesh of 4."""
-    verified(sample, MESH_OF_4)
-
-
-@pytest.mark.parametrize("name, function, told", BYTES)
-def test_what_is_sent_does_not_grow_with_the_dim(name, function, told):
-    """Of 4 rows of 1,024 or 4,096 elements, cut in two."""
-    for size in (1024, 4096):
-        with rank_of(2, 0):
-            net = shard(cell_of(lambda self, x: function(x)), MESH, plan={"": {"input": {"x": layout(None, "a")}}})
-            text = explain(net, Tensor(np.zeros((4, size // 2), np.float32)))
-        assert told in text, text
-
-
-def test_the_operators_are_met():
-    met = operators_of([*SCANS, *TOP_K, *WITHOUT_KERNEL])
-    assert met >= verified_operators.SCANS
+SAMPLES = (*SCANS, *TOP_K)
+SOME = (*SCANS[::3], *TOP_K)

@@ -1,6 +1,6 @@
 """Rows of extremes: what a kernel gives for infinities, NaN, zeros, denormal and large numbers, against NumPy.
 
-The calls are those of tests/support/operator_source_calls.py, with other floats. NumPy's function is computed in
+The calls are those of tests/operator_calls, with other floats. NumPy's function is computed in
 float64, and in the kernel's own dtype: a kernel is right where it agrees with either.
 """
 

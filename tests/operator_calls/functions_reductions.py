@@ -2,10 +2,8 @@
 
 import mindspore as ms
 import numpy as np
-import pytest
 from mindspore import Tensor, mint, nn, ops
-from support import verified_operators
-from support.verified_calls import MESH_OF_4, Sample, eager, numbers, operators_of, planned, verified
+from support.verified_calls import Sample, numbers
 
 X, CUBE, AROUND = numbers(4, 4), numbers(2, 4, 4), numbers(4, 4) - 1.2
 SOME_ZEROS = X * np.float32([[1, 0, 1, 1], [0, 0, 1, 1], [1, 1, 1, 0], [1, 1, 1, 1]])
@@ -67,30 +65,5 @@ WITHOUT_KERNEL = (
     Sample("quantiles", lambda x: ops.nanquantile(x, QUANTILES, 0, True), (X,), ["cut_0_0"]),
     Sample("mint_count", lambda x: [mint.count_nonzero(x, (0, 1)), mint.count_nonzero(x)], (X,)),
 )
-
-
-@pytest.mark.parametrize("sample", REDUCTIONS, ids=str)
-def test_reductions(sample):
-    assert verified(sample) == sample.gathered
-
-
-@pytest.mark.parametrize("sample", WITHOUT_KERNEL, ids=str)
-def test_plans_without_a_kernel(sample):
-    found = planned(sample)
-    assert sample.gathered is None or found == sample.gathered
-
-
-@pytest.mark.parametrize("sample", REDUCTIONS[::4], ids=str)
-def test_operator_by_operator(sample):
-    eager(sample)
-
-
-@pytest.mark.parametrize("sample", REDUCTIONS[::4], ids=str)
-def test_two_axes(sample):
-    """Every dim cut over both axes of a mesh of 4."""
-    verified(sample, MESH_OF_4)
-
-
-def test_the_operators_are_met():
-    met = operators_of([*REDUCTIONS, *WITHOUT_KERNEL])
-    assert met >= verified_operators.REDUCTIONS
+SAMPLES = REDUCTIONS
+SOME = REDUCTIONS[::4]

@@ -2,19 +2,12 @@
 
 import mindspore as ms
 import numpy as np
-import pytest
 from mindspore import Tensor, mint, nn, ops
-from support import verified_operators
 from support.verified_calls import (
-    MESH_OF_4,
     Sample,
     complex_of,
-    eager,
     numbers,
-    operators_of,
-    planned,
     stopped,
-    verified,
 )
 
 X, Y = numbers(4, 4), numbers(4, 4)
@@ -104,34 +97,5 @@ WITHOUT_KERNEL = (
     _fourier("ihfftn", ops.ihfftn, (0, 1, 2), (CUBE,)),
     _fourier("hfft_resized", lambda x: ops.hfft(x, 5, 1), (1,)),
 )
-
-
-@pytest.mark.parametrize("sample", ELEMENTWISE, ids=str)
-def test_elementwise(sample):
-    assert verified(sample) == []
-
-
-@pytest.mark.parametrize("sample", FOURIER, ids=str)
-def test_fourier(sample):
-    assert verified(sample) == sample.gathered
-
-
-@pytest.mark.parametrize("sample", WITHOUT_KERNEL, ids=str)
-def test_plans_without_a_kernel(sample):
-    assert planned(sample) == sample.gathered
-
-
-@pytest.mark.parametrize("sample", (*ELEMENTWISE[::4], *FOURIER[::5]), ids=str)
-def test_operator_by_operator(sample):
-    eager(sample)
-
-
-@pytest.mark.parametrize("sample", (*ELEMENTWISE[::4], *FOURIER[::5]), ids=str)
-def test_two_axes(sample):
-    """Every dim cut over both axes of a mesh of 4."""
-    verified(sample, MESH_OF_4)
-
-
-def test_the_operators_are_met():
-    met = operators_of([*ELEMENTWISE, *FOURIER, *WITHOUT_KERNEL])
-    assert met >= verified_operators.ELEMENTWISE
+SAMPLES = (*ELEMENTWISE, *FOURIER)
+SOME = (*ELEMENTWISE[::4], *FOURIER[::5])

@@ -4,8 +4,9 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint, nn, ops
 from mindspore.ops import auto_generate
+from support.verified_calls import Sample
 
-__all__ = ["MORE", "QUICK", "WITHOUT_KERNEL", "f", "i", "p"]
+__all__ = ["BY_NIGHT", "SAMPLES", "WITHOUT_KERNEL", "f", "i", "p", "sample"]
 
 F = mint.nn.functional
 RANDOM = np.random.default_rng(5)
@@ -43,7 +44,7 @@ def segmented(name):
     return lambda x, ids: getattr(ops, name)(x, ids, 4)
 
 
-QUICK = {  # of each rule and algorithm one or two: name -> function, its tensors; floating ones have gradients
+_BY_DAY = {  # of each rule and algorithm one or two: name -> function, its tensors; floating ones have gradients
     "TensorScatterAdd": (at_coordinates("TensorScatterAdd"), [f(4, 8, 2), OFTEN, f(6, 2)]),
     "TensorScatterUpdate": (at_coordinates("TensorScatterUpdate"), [f(4, 8, 2), OFTEN, f(6, 2)]),
     "mint.scatter": (lambda x, at, u: mint.scatter(x, 1, at, u), [f(4, 8), COLUMNS, f(4, 6)]),
@@ -62,7 +63,7 @@ QUICK = {  # of each rule and algorithm one or two: name -> function, its tensor
         [f(4, 8), p(4, 8), p(8), p(8)],
     ),
 }
-MORE = {
+_BY_NIGHT = {
     **{
         name: (at_coordinates(name), [f(4, 8, 2), ONCE, f(6, 2)])
         for name in ("TensorScatterSub", "TensorScatterMax", "TensorScatterMin", "TensorScatterMul", "TensorScatterDiv")
@@ -125,7 +126,7 @@ MORE = {
     "mse": (ops.mse_loss, [f(4, 8), f(4, 8)]),
     "l1": (ops.l1_loss, [f(4, 8), f(4, 8)]),
 }
-WITHOUT_KERNEL = {  # on CPU: name -> function, its tensors
+_WITHOUT_KERNEL = {  # on CPU: name -> function, its tensors
     "grouped": (
         lambda x, w, ends: auto_generate.grouped_matmul_v4([x], [w], group_list=ends, split_item=3, group_type=0)[0],
         [f(8, 4), f(2, 4, 6), np.array([3, 8])],
@@ -149,3 +150,15 @@ WITHOUT_KERNEL = {  # on CPU: name -> function, its tensors
     "SparseGatherV2": (lambda x, at: ops.SparseGatherV2()(x, at, 0), [f(4, 8), i(4, 6)]),
     "index_fill": (lambda x, at: auto_generate.index_fill_scalar(x, 1, at, 2.0), [f(4, 8), i(8, 4)]),
 }
+
+
+def _samples(calls):
+    return [Sample(name, function, tuple(values), None, terms=False) for name, (function, values) in calls.items()]
+
+
+SAMPLES, BY_NIGHT, WITHOUT_KERNEL = map(_samples, (_BY_DAY, _BY_NIGHT, _WITHOUT_KERNEL))
+
+
+def sample(name, *cuts):
+    """One of the samples, cut as `cuts` say."""
+    return Sample(name, _BY_DAY[name][0], tuple(_BY_DAY[name][1]), terms=False, cuts=cuts)

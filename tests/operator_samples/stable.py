@@ -1,4 +1,4 @@
-"""Functions of NumPy that are right at extremes, where those of tests/support/operator_source_calls.py aren't."""
+"""Functions of NumPy that are right at extremes, where those of tests/operator_calls aren't."""
 
 import numpy as np
 from scipy import special

@@ -1,13 +1,9 @@
 """Batches of matrices, products, bands: as authors call them, verified on simulated ranks."""
 
 import numpy as np
-import pytest
 from mindspore import Tensor, mint, nn, ops
 from mindspore.ops.operations.linalg_ops import Eigh
-from support import verified_operators
-from support.verified_calls import MESH_OF_4, Sample, eager, numbers, operators_of, planned, stopped, verified
-
-from mindformers_core.lowering.einsum import contract
+from support.verified_calls import Sample, numbers, stopped
 
 X, Y, CUBE = numbers(4, 4), numbers(4, 4), numbers(2, 4, 4)
 SQUARES = (CUBE + 4 * np.eye(4)).astype(np.float32)
@@ -125,45 +121,5 @@ WITHOUT_KERNEL = (
     Sample("mint_addmv", mint.addmv, (numbers(4), X, numbers(4))),
     Sample("mint_addbmm", mint.addbmm, (X, CUBE, CUBE)),
 )
-
-
-@pytest.mark.parametrize("sample", MATRICES, ids=str)
-def test_matrices(sample):
-    assert verified(sample) == sample.gathered
-
-
-@pytest.mark.parametrize("sample", BANDS, ids=str)
-def test_bands(sample):
-    assert verified(sample) == sample.gathered
-
-
-@pytest.mark.parametrize("case", EINSUMS, ids=lambda case: case[0])
-def test_einsum(case):
-    equation, *operands = case
-    for function in (ops.einsum, mint.einsum):
-        verified(Sample(equation, lambda *tensors, f=function: f(equation, *tensors), operands))
-    found = contract(list(map(Tensor, operands)), equation).asnumpy()
-    wanted = np.einsum(equation, *operands)
-    np.testing.assert_allclose(found.reshape(wanted.shape), wanted, rtol=1e-4)
-
-
-@pytest.mark.parametrize("sample", WITHOUT_KERNEL, ids=str)
-def test_plans_without_a_kernel(sample):
-    found = planned(sample)
-    assert sample.gathered is None or found == sample.gathered
-
-
-@pytest.mark.parametrize("sample", (*MATRICES[::5], *BANDS[::2]), ids=str)
-def test_operator_by_operator(sample):
-    eager(sample)
-
-
-@pytest.mark.parametrize("sample", (*MATRICES[::5], *BANDS[::2]), ids=str)
-def test_two_axes(sample):
-    """Every dim cut over both axes of a mesh of 4."""
-    verified(sample, MESH_OF_4)
-
-
-def test_the_operators_are_met():
-    met = operators_of([*MATRICES, *BANDS, *WITHOUT_KERNEL])
-    assert met >= verified_operators.MATRICES - {"Einsum"}
+SAMPLES = (*MATRICES, *BANDS)
+SOME = (*MATRICES[::5], *BANDS[::2])
