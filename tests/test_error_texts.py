@@ -62,9 +62,7 @@ FUNCTIONS = {
     "split_layers": lambda num_layers, stages, **split: split_layers(num_layers, stages, **split),
     **{f"recipe {name}": recipe(name) for name in ("llama_tiny_cpu", "llama_tiny_pp", "llama_tiny_zero")},
 }
-CALLS = [
-    pytest.param(group, *call, id=f"{group} {call[0]}") for group, calls in GROUPS.items() for call in calls
-]
+CALLS = [pytest.param(group, *call, id=f"{group} {call[0]}") for group, calls in GROUPS.items() for call in calls]
 
 
 @pytest.mark.parametrize(("group", "given", "kind", "text"), CALLS)

@@ -7,6 +7,8 @@ from support.launch import ROOT
 from mindformers_core.operators import Signature, elementwise, register_operator, registry, signature_of, tensor_meta
 
 F32 = "float32"
+
+
 def test_a_user_registers_an_operator_of_his_own(monkeypatch):
     monkeypatch.setattr(registry, "_FACTS", dict(registry._FACTS))  # other tests look at the real one
 

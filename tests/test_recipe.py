@@ -49,6 +49,8 @@ def test_overrides(override, read):
 
 
 PP = "parallelism.pipeline_parallel"
+
+
 def test_a_pipeline_of_one_rank_leaves_its_other_keys_unused():
     recipe = load_recipe(str(CONFIGS / "llama_tiny_pp.yaml"), [f"{PP}=1", f"{PP}_microbatch_size=3"])
     assert recipe.parallelism.pipeline_parallel == 1

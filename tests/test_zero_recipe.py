@@ -7,6 +7,7 @@ from mindformers_core.mesh import init_device_mesh
 from mindformers_core.trainer.recipe import MESH_AXES, accumulation_steps, mesh_shape
 from mindformers_core.trainer.recipe_loader import load_recipe, recipe_to_yaml
 from mindformers_core.trainer.zero_recipe import zero_settings
+from mindformers_core.zero.precision import MixedPrecision
 
 ZERO = str(CONFIGS / "llama_tiny_zero.yaml")
 REPLICATE, SHARD = "parallelism.data_parallel_replicate", "parallelism.data_parallel_shard"
@@ -30,6 +31,7 @@ def test_our_recipe_shards_gradients_over_two_ranks():
         "comm_fusion": "auto",
         "reshard_after_forward": None,
         "gradient_accumulation_shard": None,
+        "mixed_precision": MixedPrecision(),
     }
 
 

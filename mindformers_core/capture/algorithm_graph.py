@@ -11,6 +11,7 @@ from mindformers_core.algorithms.distributed_operators import run_locally
 from mindformers_core.algorithms.redistribute import meta_of
 from mindformers_core.algorithms.shard_context import shard_context
 from mindformers_core.capture.capture import capture
+from mindformers_core.mindspore_private import pynative_executor
 from mindformers_core.operators import TensorMeta, tensor_meta
 from mindformers_core.program.structure import tree_fill, tree_leaves, tree_map
 from mindformers_core.propagation.algorithms import algorithm_price, algorithm_steps
@@ -80,10 +81,19 @@ def eager_algorithm_price(func, primitive, args, kwargs, call, resolution):
         func, primitive, args, kwargs: the operator as `__fallback__` gets it, its classic primitive or None, and its
             arguments, with a `TensorMeta` in the place of every tensor.
         call: its `OperatorCall`.
+
+    Raises:
+        RuntimeError: MindSpore has dropped the gradient that it records, since the operator can't run on shapes alone.
     """
-    made = _Call(func, primitive, args, kwargs)
+    made, is_recorded = _Call(func, primitive, args, kwargs), pynative_executor.grad_flag()
     node = capture(made, *[tensor_meta(meta.shape, meta.dtype) for meta in call.metas]).nodes[-1]
-    return algorithm_price(call, algorithm_steps(operator_plan(node, call, resolution), algorithm_of))
+    price = algorithm_price(call, algorithm_steps(operator_plan(node, call, resolution), algorithm_of))
+    if is_recorded and not pynative_executor.grad_flag():
+        raise RuntimeError(
+            f"operator '{call.name}' can't be looked at while MindSpore records a gradient: call the Cell once before, "
+            "outside of gradients"
+        )
+    return price
 
 
 class _Call(nn.Cell):

@@ -2,6 +2,7 @@
 
 import inspect
 import sys
+from contextlib import suppress
 from functools import cache
 from itertools import repeat
 
@@ -267,8 +268,12 @@ class Recorder:
     def _infer(self, func, primitive, args, kwargs):
         """The results as meta tensors.
 
-        A method without a result on the meta device is replaced by the Python function behind it.
+        A method without a result on the meta device is replaced by the Python function behind it. What is known not to
+        run there isn't tried: after an error MindSpore drops the gradient that it records around the capture.
         """
+        with suppress(ValueError):
+            if found := inferred(func.name, args, kwargs):
+                return self.meta(*found)
         behind = method_behind(func.name)
         try:
             with DeviceCtx("meta"):
