@@ -2,7 +2,7 @@
 
 from contextlib import contextmanager
 from functools import wraps
-from threading import Lock
+from threading import RLock
 
 from mindformers_core.hints import message_of
 
@@ -46,7 +46,7 @@ def entered(table, name, value):
 
 def once(function):
     """`function` at the first call in this process, while other threads wait for it; nothing at later calls."""
-    lock, done = Lock(), []
+    lock, done = RLock(), []
 
     @wraps(function)
     def first():

@@ -126,7 +126,7 @@ def test_moments_are_called_as_their_parameters(optimizer):
     found = optimizer_parts(made, 0, lambda path: f"their.{path}")
     names = [f"{prefix}.{moment}.their.{path}" for moment in ("moment1", "moment2") for path in
              ("a.weight", "a.bias", "b.weight")]  # fmt: skip
-    names += ["global_step", "learning_rate"] * isinstance(made, Lamb)
+    names += ["global_step"] * isinstance(made, Lamb)
     parts = {part.name: state for part, state in found.items()}
     assert sorted(parts) == sorted(names) and {part.group for part in found} == {"optimizer"}
     assert [id(parts[name]) for name in names[:6]] == list(map(id, (*made.moments1, *made.moments2)))

@@ -11,6 +11,7 @@ from support.small_pipelines import Scale, array, pipeline
 
 from mindformers_core.communication.world import process_state
 from mindformers_core.models.llama import LlamaForCausalLM
+from mindformers_core.passes.forward_backward import label_count
 from mindformers_core.pipeline import ScheduleLoopedBFS, ScheduleZBV
 from mindformers_core.program.observer import Observer
 from mindformers_core.sharding.initialize import materialize
@@ -197,6 +198,8 @@ def test_gradients_of_plain_cells_weigh_by_labels():
     gradient_of = value_and_grad(hsdp(Scale(0, True)), loss="sum")
     with pytest.raises(ValueError, match="the sum of its losses and the number of labels, .* it gave a loss alone"):
         gradient_of(Tensor(x))
+    with pytest.raises(ValueError, match=r"an integer, .* it gave float32 \[\], float32 \[\]"):
+        label_count((Tensor(1.0), Tensor(0.5)), "Net")
     for make in (lambda: value_and_grad(net, loss="total"), lambda: pipeline([Scale(0)], loss="total")):
         with pytest.raises(ValueError, match=r'loss=.total.\): should be "mean" or "sum"'):
             make()

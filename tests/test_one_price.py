@@ -12,13 +12,11 @@ from mindformers_core.algorithms import redistribute
 from mindformers_core.capture import algorithm_graph
 from mindformers_core.communication.simulated import SimulatedRanks
 from mindformers_core.communication.world import rank_of
-from mindformers_core.dtensor import dispatch
 from mindformers_core.layout import layout
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.operators import tensor_meta
 from mindformers_core.program.plan import OperatorPlan
 from mindformers_core.propagation import insertion
-from mindformers_core.propagation.operators import operator_plan
 from mindformers_core.redistribution import DeviceModel, Link, plan_redistribution, price
 from mindformers_core.sharding.inspecting import prepare
 from mindformers_core.tensor_parallel import shard
@@ -92,31 +90,3 @@ def test_the_eager_engine_asks_the_device_model_of_the_cell(asked):
 
     SimulatedRanks(2).run(work)
     assert set(asked) == {OWN}
-
-
-@pytest.mark.parametrize(
-    "columns, is_batch, chosen", [(8, False, None), (1 << 14, False, "softmax"), (8, True, "softmax")]
-)
-def test_both_engines_price_an_algorithm(monkeypatch, columns, is_batch, chosen):
-    """One all-gather of few columns costs less than the two all-reduces of a distributed softmax; a batch stays cut."""
-    decisions, x = [], numbers(4, columns if is_batch else 8)
-    of_input, of_weight = {"input": {"x": layout(None, "tp")}}, {"weight": {"weight": layout("tp", None)}}
-
-    def recorded(node, call, resolution):
-        decisions.append((node.operator, resolution.algorithm, resolution.inputs, resolution.outputs))
-        return operator_plan(node, call, resolution)
-
-    def sharded(**mode):
-        first = nn.ReLU() if is_batch else nn.Dense(x.shape[1], 2 * columns, has_bias=False)
-        net = cell_of(lambda self, x: ops.softmax(self.first(x), -1), first=first)
-        plan = {"": of_input} if is_batch else {"first": of_weight}
-        return shard(net, MESH, plan=plan, device_model=OWN, **mode)
-
-    monkeypatch.setattr(dispatch, "operator_plan", recorded)
-    SimulatedRanks(2).run(lambda rank: sharded(mode="eager", check_inputs=False)(Tensor(x)))
-    with rank_of(2, 0):
-        instructions = prepare(sharded(), tensor_meta(x.shape, "float32")).plan.instructions
-    (softmax,) = (each for each in instructions if isinstance(each, OperatorPlan))
-    assert softmax.algorithm == chosen
-    own = "Softmax", (chosen, softmax.cut_axes), softmax.inputs, softmax.outputs
-    assert [each for each in decisions if each[0] == "Softmax"] == [own] * 2

@@ -4,9 +4,10 @@ import sys
 
 import numpy as np
 import pytest
-from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
+from mindspore import DeviceCtx, Parameter, ParameterTuple, Tensor, nn, ops
 from support.launch import ROOT
 
+from mindformers_core import init_device_mesh, shard
 from mindformers_core.checkpoint import Checkpointer
 from mindformers_core.communication import world
 from mindformers_core.communication.simulated import SimulatedRanks
@@ -14,6 +15,7 @@ from mindformers_core.passes.thread_tape import custom_gradients
 from mindformers_core.trainer.compare import read_losses
 from mindformers_core.trainer.recipe_loader import load_recipe
 from mindformers_core.trainer.training_loop import prepare, run_steps
+from mindformers_core.zero import hsdp
 
 sys.path.insert(0, str(ROOT / "examples"))
 import own_loop  # noqa: E402
@@ -93,3 +95,66 @@ def test_the_same_command_goes_on(tmp_path):
     assert list(curves[0]) == [1, 2, 3, 4] and curves[0][1] == curves[1][1]
     with pytest.raises(ValueError, match="training.steps: 4, but .*step_4 already has 4 steps"):
         prepare(load_recipe(recipe, [*small, *given, "training.steps=4"]))
+
+
+class Holder(nn.Cell):
+    """An optimizer with these Parameters, in a dict."""
+
+    def __init__(self, parameters, states):
+        super().__init__(auto_prefix=False)
+        self.parameters, self.states = tuple(parameters), dict(enumerate(states))
+
+
+def test_states_that_no_name_places(tmp_path):
+    """Of a part's shape, of one name, and different on ranks: errors; a dict's Parameters are saved, rates are not."""
+
+    def named(name, shape=(), value=0.0):
+        return Parameter(Tensor(np.full(shape, value, np.float32)), name=name)
+
+    def work(rank):
+        mesh = init_device_mesh((2,), ("dp",))
+        with DeviceCtx("meta"):
+            net = nn.Dense(4, 4, has_bias=False)
+        shard(net, mesh, seed=0)
+        weights = hsdp(net, 2, 0).trainable_params()
+
+        def save(*states):
+            return Checkpointer(str(tmp_path), net, Holder(weights, states), mesh).save(1)
+
+        with pytest.raises(
+            ValueError, match="'weight.m' of Holder has the shape .2, 4. of this rank's part"
+        ):
+            save(named("weight.m", (2, 4)))
+        with pytest.raises(ValueError, match="Holder has two Parameters 'steps'"):
+            save(named("steps"), named("steps"))
+        with pytest.raises(ValueError, match="the optimizer's 'rows' differs on ranks 0 and 1"):
+            save(named("rows", (3,), rank))
+        save(named("m.weight", (2, 4), rank + 1), named("steps", value=7), named("learning_rate_group_0"))
+        found = named("m.weight", (2, 4)), named("steps"), named("learning_rate_group_0", value=0.5)
+        assert Checkpointer(str(tmp_path), net, Holder(weights, found), mesh).load() == 1
+        assert [each.asnumpy().flat[0] for each in found] == [rank + 1, 7, 0.5]
+
+    with custom_gradients():
+        SimulatedRanks(2).run(work)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("is_async", [False, True])
+def test_parameters_that_come_later_and_errors_in_the_block(tmp_path, is_async):
+    net, state = nn.Dense(2, 2), Parameter(Tensor(1.0), name="late")
+    optimizer = Holder(net.trainable_params(), [])
+
+    def loop():
+        with Checkpointer(str(tmp_path), net, optimizer, async_save=is_async) as checkpointer:
+            checkpointer.save(1)
+            with pytest.raises(ValueError, match="key 'step', which a checkpoint has itself"):
+                checkpointer.save(2, {"step": 3})
+            optimizer.states[0] = state
+            checkpointer.save(2)
+            raise RuntimeError("of the user")
+
+    with pytest.raises(RuntimeError, match="of the user"):
+        loop()
+    state.set_data(Tensor(0.0))
+    (tmp_path / "model.safetensors").write_bytes(b"exported beside the run")
+    assert Checkpointer(str(tmp_path), net, optimizer).load() == 2 and state.item() == 1.0

@@ -11,11 +11,9 @@ from mindformers_core.algorithms.distributed_operators import run_locally
 from mindformers_core.algorithms.redistribute import meta_of
 from mindformers_core.algorithms.shard_context import shard_context
 from mindformers_core.capture.capture import capture
-from mindformers_core.mindspore_private import pynative_executor
-from mindformers_core.operators import TensorMeta, tensor_meta
-from mindformers_core.program.structure import tree_fill, tree_leaves, tree_map
-from mindformers_core.propagation.algorithms import algorithm_price, algorithm_steps
-from mindformers_core.propagation.operators import call_shapes, operator_plan
+from mindformers_core.operators import tensor_meta
+from mindformers_core.program.structure import tree_leaves, tree_map
+from mindformers_core.propagation.operators import call_shapes
 from mindformers_core.redistribution import plan_redistribution
 
 
@@ -72,41 +70,6 @@ def algorithm_graph(plan, rank):
     expected = plan.local_shapes
     assert found == expected, f"algorithm '{plan.algorithm}' of {plan.node.operator} gives {found}, not {expected}"
     return graph
-
-
-def eager_algorithm_price(func, primitive, args, kwargs, call, resolution):
-    """The `Price` of the steps of the distributed algorithm of a `Resolution` of an eager call.
-
-    Args:
-        func, primitive, args, kwargs: the operator as `__fallback__` gets it, its classic primitive or None, and its
-            arguments, with a `TensorMeta` in the place of every tensor.
-        call: its `OperatorCall`.
-
-    Raises:
-        RuntimeError: MindSpore has dropped the gradient that it records, since the operator can't run on shapes alone.
-    """
-    made, is_recorded = _Call(func, primitive, args, kwargs), pynative_executor.grad_flag()
-    node = capture(made, *[tensor_meta(meta.shape, meta.dtype) for meta in call.metas]).nodes[-1]
-    price = algorithm_price(call, algorithm_steps(operator_plan(node, call, resolution), algorithm_of))
-    if is_recorded and not pynative_executor.grad_flag():
-        raise RuntimeError(
-            f"operator '{call.name}' can't be looked at while MindSpore records a gradient: call the Cell once before, "
-            "outside of gradients"
-        )
-    return price
-
-
-class _Call(nn.Cell):
-    """One call of an operator, to be captured."""
-
-    def __init__(self, func, primitive, args, kwargs):
-        super().__init__()
-        self.call = func, primitive, args, kwargs
-
-    def construct(self, *tensors):
-        func, primitive, args, kwargs = self.call
-        args, kwargs = tree_fill((args, kwargs), tensors, TensorMeta)
-        return tensors[0].__fallback__(func, args if primitive is None else (primitive, func.name, args), kwargs)
 
 
 def called_node(node, args):

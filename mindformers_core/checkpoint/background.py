@@ -139,6 +139,13 @@ class BackgroundSave:
         if self._copying is not None:
             wait([self._copying])
 
+    def await_writer(self, seconds):
+        """Wait for this rank's own process, so long at most: after an error, when other ranks may not call `settle`."""
+        self.await_copies()
+        if self._process is not None:
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(seconds)
+
     def _write(self, request):
         encoded = encode_json(request)
         descriptors = *self._descriptors, _shared_memory(len(encoded), encoded)

@@ -1,22 +1,25 @@
 """`Checkpointer`: the state of a training loop, saved in a run folder and loaded on any mesh."""
 
+import zlib
+
 import mindspore as ms
 import numpy as np
 from mindspore import nn
 
 from mindformers_core.checkpoint.background import BackgroundSave
-from mindformers_core.checkpoint.folders import find_checkpoint, has_checkpoint, prune, step_folder
+from mindformers_core.checkpoint.folders import find_checkpoint, newest_checkpoint, prune, step_folder
 from mindformers_core.checkpoint.index import FORMAT, STATE, encode_json
 from mindformers_core.checkpoint.load import open_checkpoint
 from mindformers_core.checkpoint.parts import on_all_ranks
 from mindformers_core.checkpoint.save import save
-from mindformers_core.checkpoint.tensors import load_parameters, model_parts, optimizer_parts, ranks_of
+from mindformers_core.checkpoint.tensors import load_parameters, model_parts, optimizer_parts, ranks_of, states_alike
 from mindformers_core.communication import world
 from mindformers_core.hints import first_of
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.zero.loss_scale import all_finite
 
 _OWN = ("format", "step", "random_state")
+_PATIENCE = 60  # seconds
 
 
 class Checkpointer:
@@ -25,11 +28,14 @@ class Checkpointer:
     A checkpoint belongs to no mesh: another number of ranks, other layouts and other stages load it. All ranks call the
     methods alike, with a common file system.
 
-    >>> checkpointer = Checkpointer("output/run", net, optimizer, keep_last=2)
-    >>> for step in range(checkpointer.load() + 1, 101):
-    ...     ...
-    ...     if step % 10 == 0:
-    ...         checkpointer.save(step, {"samples": samples})
+    >>> with Checkpointer("output/run", net, optimizer, keep_last=2) as checkpointer:
+    ...     for step in range(checkpointer.load() + 1, 101):
+    ...         ...
+    ...         if step % 10 == 0:
+    ...             checkpointer.save(step, {"samples": samples})
+
+    Learning rates belong to the code, and aren't saved. At the end of the block the last checkpoint is whole; after an
+    error the block waits for it up to a minute.
 
     Args:
         folder: of the run; checkpoints are `folder/checkpoint/step_N`.
@@ -54,7 +60,7 @@ class Checkpointer:
         self.folder, self.newest, self.state = folder, None, {}
         self._file_name, self._optimizer = file_name, optimizer
         self._cells = [cells] if isinstance(cells, nn.Cell) else list(cells)
-        here, self._keep, self._plan = world(), (keep_last, keep_every), None
+        here, self._keep, self._plan, self._parts = world(), (keep_last, keep_every), None, None
         self._ranks = ranks_of(DeviceMesh((here.size,), ("rank",)) if mesh is None else mesh, here.rank)
         self._background = BackgroundSave(self._ranks) if async_save else None
 
@@ -65,6 +71,8 @@ class Checkpointer:
         try:
             if kind is None:
                 self.settle()
+            elif self._background is not None:
+                self._background.await_writer(_PATIENCE)
         finally:
             self.close()
 
@@ -87,6 +95,8 @@ class Checkpointer:
 
         Raises:
             FloatingPointError: on all ranks: a tensor isn't finite; nothing is saved.
+            ValueError: a key of `state` that a checkpoint has itself; on all ranks: a state of the optimizer that ranks
+                should have alike and don't; see `optimizer_parts`, too.
             SaveError: on all ranks: no space, no permission, …; with `async_save` also of the checkpoint before.
         """
         self.settle()
@@ -100,10 +110,10 @@ class Checkpointer:
         `documents`: path in the folder -> bytes of further files.
         """
         parts, folder = self.parts(), step_folder(self.folder, step)
+        if reserved := [name for name in state if name in _OWN]:
+            raise ValueError(f"save(state=…) has the key '{reserved[0]}', which a checkpoint has itself: rename it")
+        self._check(parts, step)
         self.newest = folder
-        odd = [part.name for part in parts if "float" in part.dtype and not all_finite(None, (parts[part],))]
-        if found := sorted({name for names in self._ranks.gather(odd).values() for name in names}):
-            raise FloatingPointError(f"{first_of(found)}: not finite after step {step}, which is not saved")
         own = {"format": FORMAT, "step": step, "random_state": ms.get_rng_state().asnumpy().tolist()}
         documents = (documents or {}) | {STATE: encode_json(own | state, indent=1)}
         arguments = folder, list(parts), lambda part: parts[part].asnumpy(), documents
@@ -113,6 +123,28 @@ class Checkpointer:
         self._plan, is_first = save(*arguments, self._ranks, self._plan), self._ranks.rank == 0
         on_all_ranks(self._ranks, lambda: prune(folder, *self._keep) if is_first else None)
         return folder
+
+    def _check(self, parts, step):
+        """Raise an error, on all ranks, for tensors that can't be saved; make the plan anew where there are others."""
+        odd = [part.name for part in parts if "float" in part.dtype and not all_finite(None, (parts[part],))]
+        alike = {} if self._optimizer is None else states_alike(self._optimizer)
+        sums = {name: zlib.crc32(value) for name, value in alike.items()}
+        gathered = self._ranks.gather((odd, sums, self._parts != list(parts)))
+        if found := sorted({name for names, _, _ in gathered.values() for name in names}):
+            raise FloatingPointError(f"{first_of(found)}: not finite after step {step}, which is not saved")
+        known = {}
+        for rank, (_, own, _) in sorted(gathered.items()):
+            for name, value in own.items():
+                first = known.setdefault(name, (rank, value))
+                if first[1] != value:
+                    raise ValueError(
+                        f"the optimizer's '{name}' differs on ranks {first[0]} and {rank}: a state that isn't alike on "
+                        "all ranks is called like the parameter that it lies with, as '….weight'"
+                    )
+        if any(is_new for _, _, is_new in gathered.values()):
+            self._plan, self._parts = None, list(parts)
+            if self._background is not None:
+                self._background.close()
 
     def load(self, path=None, weights_only=False):
         """Load a checkpoint: the number of its step, 0 where only weights are loaded, or there is none.
@@ -126,9 +158,12 @@ class Checkpointer:
             FileNotFoundError: there is none at `path`. ValueError: on all ranks: tensors that differ from those here; a
                 damaged file. OSError: one can't be read.
         """
-        if path is None and not has_checkpoint(self.folder):
+        find = newest_checkpoint if path is None else find_checkpoint
+        found = on_all_ranks(self._ranks, lambda: find(path or self.folder) if self._ranks.rank == 0 else None)
+        folder = next(filter(None, found.values()), None)
+        if folder is None:
             return 0
-        checkpoint = open_checkpoint(find_checkpoint(self.folder if path is None else path))
+        checkpoint = open_checkpoint(folder)
         is_whole = not weights_only and checkpoint.state is not None
         self.fill(checkpoint, self.parts(is_whole), converts=not is_whole)
         return self.restore(checkpoint.state) if is_whole else 0
@@ -146,7 +181,8 @@ class Checkpointer:
     def reserve(self):
         """With `async_save`, allocate the copy of the state ahead of the first `save`."""
         if self._background is not None:
-            self._background.reserve(list(self.parts()))
+            self._parts = list(self.parts())
+            self._background.reserve(self._parts)
 
     def settle(self, waits=True):
         """Whether no checkpoint is being written any more; `waits` for that.

@@ -26,27 +26,23 @@ def find_checkpoint(path):
     """
     if any(os.path.isfile(os.path.join(path, name)) for name in (CHECKSUMS, MODEL_INDEX, "model.safetensors")):
         return path
-    below = os.path.join(path, "checkpoint")
-    found = {}
-    for name in os.listdir(below) if os.path.isdir(below) else ():
-        match = _STEP.fullmatch(name)
-        if match and os.path.isfile(os.path.join(below, name, CHECKSUMS)):
-            found[int(match[1]), not match[2]] = name
-    if not found:
+    found = newest_checkpoint(path)
+    if found is None:
         raise FileNotFoundError(
             f"'{path}' is neither a checkpoint (a folder with {CHECKSUMS}), nor a Hugging Face model ({CONFIG} and "
             f"model.safetensors), nor a run folder with complete checkpoints (checkpoint/step_N)"
         )
-    return os.path.join(below, found[max(found)])
+    return found
 
 
-def has_checkpoint(run_folder):
-    """Whether a run folder has a complete checkpoint."""
-    try:
-        find_checkpoint(run_folder)
-    except FileNotFoundError:
-        return False
-    return True
+def newest_checkpoint(run_folder):
+    """The folder of the newest complete checkpoint of a run folder, or None."""
+    below, found = os.path.join(run_folder, "checkpoint"), {}
+    for name in os.listdir(below) if os.path.isdir(below) else ():
+        match = _STEP.fullmatch(name)
+        if match and os.path.isfile(os.path.join(below, name, CHECKSUMS)):
+            found[int(match[1]), not match[2]] = name
+    return os.path.join(below, found[max(found)]) if found else None
 
 
 def set_aside(run_folder, step):

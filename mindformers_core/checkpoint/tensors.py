@@ -1,7 +1,7 @@
 """The Parameters of a rank as parts of global tensors: weights, and the moments of an optimizer."""
 
 import numpy as np
-from mindspore import Tensor
+from mindspore import Parameter, Tensor
 
 from mindformers_core.checkpoint.load import load
 from mindformers_core.checkpoint.parts import Part, Ranks
@@ -35,20 +35,61 @@ def model_parts(cells, rank, file_name=lambda path: path):
 
 
 def optimizer_parts(optimizer, rank, file_name=lambda path: path):
-    """The `Part`s of the Parameters that an optimizer has besides its `parameters`, a dict, `Part` -> Parameter.
+    """The `Part`s of the state of an optimizer, a dict, `Part` -> Parameter; arguments as of `model_parts`.
 
-    One whose name ends with that of a parameter, and that has its shape, lies where that does, as moments do; others
-    are alike on all ranks, as numbers of steps are. Arguments as of `model_parts`.
+    Raises:
+        ValueError: two Parameters of one name; one of the shape of a parameter's part, but of another name, so that it
+            isn't known where it lies.
     """
-    trained, found = {parameter.name: parameter for parameter in optimizer.parameters}, {}
-    own = {id(parameter) for parameter in trained.values()}
-    for state in (each for each in optimizer.get_parameters() if id(each) not in own):
+    found = {}
+    for state, placed in _states(optimizer):
+        name = state.name
+        if placed is not None:
+            name = name.removesuffix(placed.name) + file_name(placed.name)
+        part = _part("optimizer", name, state, state if placed is None else placed, rank)
+        if part in found:
+            raise ValueError(f"{type(optimizer).__name__} has two Parameters '{state.name}': give each its own name")
+        found[part] = state
+    return found
+
+
+def states_alike(optimizer):
+    """Name -> bytes of the Parameters of an optimizer's state that ranks have to have alike, as a number of steps."""
+    return {state.name: state.asnumpy().tobytes() for state, placed in _states(optimizer) if placed is None}
+
+
+def _states(optimizer):
+    """Pairs (Parameter, the trained one that it lies with, or None) of an optimizer's state.
+
+    That are the Parameters that it has besides `parameters`, in attributes, lists and dicts, but its learning rates,
+    which belong to the code. One whose name ends with that of a parameter of its shape, as a moment's, lies with that.
+    """
+    trained = {parameter.name: parameter for parameter in optimizer.parameters}
+    known = {id(parameter) for parameter in trained.values()}
+    for state in [*optimizer.get_parameters(), *_parameters_in(vars(optimizer))]:
         words = state.name.split(".")
+        if id(state) in known or words[-1].startswith("learning_rate"):
+            continue
+        known.add(id(state))
         ends = (".".join(words[place:]) for place in range(1, len(words)))
         path = next((end for end in ends if end in trained and trained[end].shape == state.shape), None)
-        name = state.name if path is None else state.name.removesuffix(path) + file_name(path)
-        found[_part("optimizer", name, state, trained.get(path, state), rank)] = state
-    return found
+        parts = [each for each in trained.values() if each.shape != getattr(each, "global_shape", each.shape)]
+        strange = next((each.name for each in parts if path is None and each.shape == state.shape), None)
+        if strange is not None:
+            raise ValueError(
+                f"'{state.name}' of {type(optimizer).__name__} has the shape {tuple(state.shape)} of this rank's part "
+                f"of '{strange}': call it '….{strange}', which says that it lies where that does"
+            )
+        yield state, trained.get(path)
+
+
+def _parameters_in(value):
+    """The Parameters in dicts, lists and tuples."""
+    if isinstance(value, Parameter):
+        yield value
+    elif isinstance(value, (dict, list, tuple)):
+        for entry in value.values() if isinstance(value, dict) else value:
+            yield from _parameters_in(entry)
 
 
 def share_weights(cells):

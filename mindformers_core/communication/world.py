@@ -84,7 +84,6 @@ class _ProcessState:
         self.watch = None  # the `Watch` of a rank among several, else None
         self.counters = []  # the `count_collectives` blocks that are open
         self.device_model = None  # by which eager calls plan; None: that of the device
-        self.algorithm_price = None  # of eager calls: `eager_algorithm_price`; None: algorithms cost nothing
         self.batch_axes = frozenset()  # axes over which eager calls keep tensors cut
         self.calls = self.memo(None)  # kind of eager call -> its program, which depends on rank and device model
         # what changes programs, and what receives that which they compute

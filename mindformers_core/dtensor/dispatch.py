@@ -7,6 +7,7 @@ no layout arithmetic.
 
 from functools import cache, partial
 
+import numpy as np
 from mindspore import Parameter, Tensor
 
 from mindformers_core.algorithms.distributed_operators import run_locally
@@ -31,6 +32,7 @@ from mindformers_core.program.structure import Value, tree_fill, tree_key, tree_
 from mindformers_core.propagation.operators import operator_plan
 
 _NO_TENSORS = frozenset({bool, str, type(None)})  # the question whether one is a tensor takes longer
+_INEXACT = float, complex, np.inexact
 _MOST_PROGRAMS = 65536  # a number that changes with every step would fill the memory with programs
 
 
@@ -76,7 +78,9 @@ def _described(name, primitive, args, kwargs):
         for argument in kwargs.values():
             _describe(argument, key, tensors, parts)
     if primitive is not None and facts_of(name).rule is not None:
-        key += rule_attributes(name, attributes_of(primitive)).values()
+        key.append(type(primitive))
+        for value in rule_attributes(name, attributes_of(primitive)).values():
+            _describe(value, key, tensors, parts)
     return tuple(key), tensors, parts
 
 
@@ -102,9 +106,7 @@ def _run_unknown(func, primitive, args, kwargs):
         ) from error
     if program is None:
         attributes = {} if primitive is None else rule_attributes(name, attributes_of(primitive))
-        is_priced = state.algorithm_price is not None and name not in WITHOUT_SEEDS  # draws have no other choice
-        price = partial(state.algorithm_price, func, primitive) if is_priced else None
-        program = _Program(name, args, kwargs, attributes, tensors, price)
+        program = _Program(name, args, kwargs, attributes, tensors)
         if len(state.calls) >= _MOST_PROGRAMS:
             state.calls.clear()
         state.calls[key] = program
@@ -152,8 +154,8 @@ def _describe(argument, key, tensors, parts):
         key += tuple, len(argument)
         for entry in argument:
             _describe(entry, key, tensors, parts)
-    elif isinstance(argument, float):
-        key += kind, argument.hex()  # since 0.0 == -0.0
+    elif isinstance(argument, _INEXACT):
+        key += kind, repr(argument)  # since 0.0 == -0.0
     elif kind in _NO_TENSORS or not isinstance(argument, Tensor):
         key += kind, argument  # since True == 1
     elif isinstance(argument, Parameter) and hasattr(argument, "global_shape"):
@@ -185,7 +187,7 @@ class _Program:
         metas: the outputs' `TensorMeta`s; None before the first run, which determines the dtypes.
     """
 
-    def __init__(self, name, args, kwargs, attributes, tensors, algorithm_price):
+    def __init__(self, name, args, kwargs, attributes, tensors):
         self.name, self.given, self.attributes, self.metas = name, len(args), attributes, None
         self.mesh = mesh = _common_mesh(name, tensors)
         if is_in_place(name):
@@ -199,10 +201,9 @@ class _Program:
         signature = signature_of(name, args, kwargs | attributes)
         outputs = tuple(Value(place, shape, "", name) for place, shape in enumerate(signature.output_shapes))
         node = OperatorNode(name, "function", args, kwargs, outputs, None, None, None)
-        price = algorithm_price and partial(algorithm_price, args, kwargs)
         kept = tuple(meta.layout.cut_axes & process_state().batch_axes for meta in metas)
         model = model_of_device(mesh)
-        call = OperatorCall(name, signature, tuple(metas), mesh, model, kept=kept, algorithm_price=price)
+        call = OperatorCall(name, signature, tuple(metas), mesh, model, kept=kept)
         self.plan = plan = operator_plan(node, call, resolve(call))
         self.context = plan.algorithm and shard_context(plan)
         self.targets = tuple(map(_target, metas, plan.inputs))
@@ -277,7 +278,9 @@ class _Program:
 
 
 def _leaf_key(leaf):
-    return (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else (type(leaf), leaf)
+    if isinstance(leaf, Tensor):
+        return leaf.shape, leaf.dtype
+    return type(leaf), repr(leaf) if isinstance(leaf, _INEXACT) else leaf
 
 
 @cache

@@ -73,6 +73,8 @@ def custom_operator(name, function):
 @once
 def intercept_operators():
     """Send operators on DTensors to `dispatch`: called before the first one, a capture, and `shard()`."""
+    with private.outside_of_meta(), private.no_grad():
+        private.connect_generator()
     Tensor.__setitem__ = set_item_of(DTensor, lambda tensor, like: adopted(tensor, like.mesh))
     for name in ("__iadd__", "__isub__", "__imul__", "__itruediv__"):
         setattr(Tensor, name, _assigning(getattr(Tensor, name), getattr(DTensor, name)))
@@ -87,8 +89,6 @@ def intercept_operators():
             primitive.__call__ = _drawing(primitive.__call__)
     setattr(*private.CROSS_ENTROPY, _without_branch(getattr(*private.CROSS_ENTROPY)))
     Tensor.__fallback__ = PlainTensorFallback(dispatch)
-    with private.outside_of_meta(), private.no_grad():
-        private.connect_generator()
 
 
 def draws_by_position(active=True):

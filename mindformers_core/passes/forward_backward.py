@@ -28,16 +28,17 @@ def check_loss(loss, where):
 
 
 def label_count(results, label):
-    """The number of labels that a Cell's results have second, a tensor without dims.
+    """The number of labels that a Cell's results have second, an integer tensor without dims.
 
     Raises:
         ValueError: no such result; names the Cell, `label`.
     """
-    if len(results) < 2 or results[1].ndim > 0:
-        found = f"tensors of shapes {[tuple(each.shape) for each in results]}" if len(results) > 1 else "a loss alone"
+    if len(results) < 2 or results[1].ndim > 0 or "int" not in dtype_name(results[1].dtype):
+        shown = (f"{dtype_name(each.dtype)} {list(each.shape)}" for each in results)
+        found = ", ".join(shown) if len(results) > 1 else "a loss alone"
         raise ValueError(
-            f'{label} should return the sum of its losses and the number of labels, two scalars, as loss="sum" says: '
-            f"it gave {found}"
+            f'{label} should return the sum of its losses and the number of labels, an integer, as loss="sum" says: it '
+            f"gave {found}"
         )
     return results[1]
 

@@ -4,7 +4,6 @@ import logging
 
 from mindspore import Parameter, ParameterTuple, Tensor, nn
 
-from mindformers_core.capture.algorithm_graph import eager_algorithm_price
 from mindformers_core.capture.traced import failed_site
 from mindformers_core.communication import process_state
 from mindformers_core.dtensor.dtensor import DTensor, parameter_meta, parameter_view, wrap
@@ -164,7 +163,6 @@ class EagerCell(ShardedCell):
                 tree.compare_inputs(shapes, args, kwargs)
             state, weights = process_state(), tree.parameter_layouts.values()
             choosing = {
-                "algorithm_price": eager_algorithm_price,
                 "batch_axes": frozenset(tree.mesh.axis_names).difference(*(layout.cut_axes for layout in weights)),
                 "device_model": tree.device_model,
             }

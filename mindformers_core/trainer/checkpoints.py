@@ -6,7 +6,7 @@ from dataclasses import replace
 import mindspore as ms
 
 from mindformers_core.checkpoint.checkpointer import Checkpointer
-from mindformers_core.checkpoint.folders import find_checkpoint, has_checkpoint, step_folder
+from mindformers_core.checkpoint.folders import find_checkpoint, newest_checkpoint, step_folder
 from mindformers_core.checkpoint.hugging_face import check_config, config_document, ignored_tensors, tensor_name
 from mindformers_core.checkpoint.index import CONFIG, encode_json
 from mindformers_core.checkpoint.load import open_checkpoint
@@ -22,8 +22,8 @@ _LENGTH, _FOLDER = "train_dataset.seq_length", "training.output_dir"
 
 def going_on(recipe):
     """The recipe that goes on in its run folder, if `training.resume` says so and it has a checkpoint; else itself."""
-    folder = recipe.training.output_dir
-    if recipe.training.resume is None or not has_checkpoint(folder):
+    folder = newest_checkpoint(recipe.training.output_dir)
+    if recipe.training.resume is None or folder is None:
         return recipe
     return replace(recipe, checkpoint=replace(recipe.checkpoint, load_path=folder, no_load_optim=False))
 
@@ -64,6 +64,7 @@ def resume(job, checkpoint):
     fill(checkpoint, job.checkpointer.parts(bool(state)), recipe, job.mesh, job.rank, converts=not state)
     if state:
         job.step, job.consumed = job.checkpointer.restore(state), state["consumed"]
+        job.skipped = state.get("skipped", 0)
         if job.loss_scale and state["loss_scale"]:
             job.loss_scale.restore(state["loss_scale"])
     if job.rank == 0:
@@ -128,6 +129,7 @@ def save_job(job):
         "consumed": job.consumed,
         "seed": recipe.training.seed,
         "loss_scale": job.loss_scale and job.loss_scale.state(),
+        "skipped": job.skipped,
         "recipe": recipe_to_dict(recipe),
     }
     try:
@@ -199,7 +201,9 @@ def _go_on_or_end(job, error):
         print(f"warning: {error}; training goes on, as checkpoint.on_error: go_on says")
 
 
-def _changes(recipe, checkpoint, sections=("model", "training", "optimizer", "lr_scheduler", "train_dataset")):
+def _changes(
+    recipe, checkpoint, sections=("model", "training", "optimizer", "lr_scheduler", "train_dataset", "precision")
+):
     """A clause about the keys of a recipe that a `Checkpoint` was saved with other values of; or ""."""
     saved = checkpoint.state["recipe"] if checkpoint.state else {"model": checkpoint.config or {}}
     pairs = {f"{section}.{key}": (value, saved.get(section, {}).get(key, value))

@@ -35,8 +35,7 @@ class Training:
     max_norm: float = bounded(1.0, 0.0, 1e12)  # largest global norm of the gradients; 0: no clipping
     seed: int = bounded(42, 0, 2**32 - 1)
     output_dir: str = ""  # run folder; default output/<name of the recipe's file>
-    # auto: from the newest complete checkpoint of the run folder, if it has one; default: as checkpoint.load_path says
-    resume: Literal["auto"] | None = None
+    resume: Literal["auto"] | None = None  # auto: from the run folder's newest checkpoint, if there is one
 
 
 @dataclass(frozen=True)
@@ -126,9 +125,8 @@ class Precision:
     parameter: Literal["float32", "float16", "bfloat16"] | None = None  # of updated weights; default: model.dtype
     compute: Literal["float32", "float16", "bfloat16"] | None = None  # of both passes; default: model.dtype
     reduce: Literal["float32", "float16", "bfloat16"] | None = None  # of sums of gradients; default: float32
-    # first value of a loss scale that doubles after 2000 steps, and halves where gradients aren't finite: that step is
-    # skipped; default: with compute float16 65536 over the labels of a micro-batch, otherwise no loss scale
-    loss_scale: float | None = bounded(None, 1.0, 2.0**24)
+    # the loss scale doubles after 2000 steps, and halves where gradients aren't finite: that step is skipped
+    loss_scale: float | None = bounded(None, 1.0, 2.0**24)  # at first; default: with float16 2**16 / labels, else none
     skipped_steps: int = bounded(50, 0, _MANY)  # in a row, after which a run with a loss scale ends
 
 

@@ -56,7 +56,7 @@ def loss_scale_of(recipe, mesh):
     if start is None and recipe.precision.compute == "float16":
         labels = training.local_batch_size * mesh.axis_size("dp") * recipe.train_dataset.seq_length
         labels = labels // micro_batches_of_a_run(recipe) if recipe.spec.loss == "sum" else 1
-        start = max(1.0, 2.0 ** (16 - labels.bit_length()))
+        start = max(1.0, 2.0 ** (17 - labels.bit_length()))
     return None if start is None else LossScale(ms.amp.DynamicLossScaler(start, 2, 2000), mesh)
 
 

@@ -50,7 +50,8 @@ class Job:
     batch_size: int  # sequences of a step, of all dp ranks together
     checkpointer: Checkpointer
     loss_scale: object = None  # a `LossScale`
-    skipped: int = 0  # steps in a row that it has skipped
+    skipped: int = 0  # steps that it has skipped, also before the run was resumed, and in a row
+    skipped_in_a_row: int = 0
     step: int = 0
     consumed: int = 0
     loaded_config: object = None  # the contents of the `config.json` of `checkpoint.load_path`
@@ -189,12 +190,13 @@ def train_step(job):
     job.step += 1
     job.consumed += job.batch_size
     rate, scale = learning_rate(job.recipe, job.step), job.loss_scale
-    skipped, value = (scale.skipped, scale.value) if scale else (0, None)
-    scalars = job.optimizer.scalars(job.step - skipped, rate)
+    before, value = (scale.skipped, scale.value) if scale else (0, None)
+    scalars = job.optimizer.scalars(job.step - job.skipped, rate)
     loss, norm, odd = job.run_step(tuple(map(ms.Tensor, batch)), *scalars, job.checkpointer.await_copies)
     process_state().observer.end_step(job.step)
-    job.skipped = job.skipped + 1 if scale and scale.skipped > skipped else 0
-    odd = [] if job.skipped > job.recipe.precision.skipped_steps else odd
+    is_skipped = scale is not None and scale.skipped > before
+    job.skipped, job.skipped_in_a_row = job.skipped + is_skipped, is_skipped * (job.skipped_in_a_row + 1)
+    odd = [] if job.skipped_in_a_row > job.recipe.precision.skipped_steps else odd
     seconds = time.perf_counter() - started
     return {
         "step": job.step,
@@ -203,7 +205,7 @@ def train_step(job):
         "gradient_norm": norm,
         "seconds": seconds,
         "tokens_per_second": job.batch_size * job.recipe.train_dataset.seq_length / seconds,
-        **({"loss_scale": value, "skipped": scale.skipped} if scale else {}),
+        **({"loss_scale": value, "skipped": job.skipped} if scale else {}),
     } | ({} if odd is None else {"not_finite": _not_finite(job, loss, norm, odd)})
 
 
@@ -212,8 +214,8 @@ def _not_finite(job, loss, norm, names):
     found = sorted(ranks_of(job.mesh, job.rank).gather(names).items(), reverse=True)  # the last stage first
     names = list(dict.fromkeys(name for _, own in found for name in own))
     cause = "all gradients are finite" + (", but not the sum of their squares" if math.isinf(norm) else "")
-    if job.skipped:
-        cause = f"the loss scale has skipped {job.skipped} steps in a row, more than precision.skipped_steps"
+    if job.skipped_in_a_row:
+        cause = f"the loss scale has skipped {job.skipped_in_a_row} steps in a row, more than precision.skipped_steps"
     if names:
         cause = f"{len(names)} weights have gradients that aren't finite, in the order of the backward pass "
         cause += first_of(names, 3)
