@@ -21,7 +21,7 @@ from mindformers_core.redistribution import ASCEND, CPU, GPU, DeviceModel, Link
 
 MODELS = (CPU, GPU, ASCEND, DeviceModel("slow links", 300e12, 5e-6, Link(5e-6, 1e9), memory_bandwidth=2e12))
 MESHES = tuple(DeviceMesh(shape, ("a", "b", "c")[: len(shape)]) for shape in ((2,), (4,), (2, 2), (2, 4), (2, 2, 2)))
-LONG = (142, 191, 253, 497)  # seeds of graphs whose search takes over 40 s of CPU time
+LONG = (142, 191, 253, 497, 507)  # seeds of graphs whose search takes over 40 s of CPU time
 FEWER = {1: 7, 2: 6, 3: 4}  # most operators, by the number of axes
 SIZES = (8, 64, 512, 2048)
 UNARY = {
@@ -156,6 +156,6 @@ def test_lookahead_is_often_the_best():
 @pytest.mark.nightly
 def test_many_graphs():
     """The figures of docs/propagation.md."""
-    found = summary([seed for seed in range(500) if seed not in LONG])
+    found = summary([seed for seed in range(512) if seed not in LONG])
     print({name: round(value, 3) for name, value in found.items()})
     assert found["optimal"] >= 0.6 and found["median"] == pytest.approx(1), found
