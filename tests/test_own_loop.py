@@ -121,9 +121,7 @@ def test_states_that_no_name_places(tmp_path):
         def save(*states):
             return Checkpointer(str(tmp_path), net, Holder(weights, states), mesh).save(1)
 
-        with pytest.raises(
-            ValueError, match="'weight.m' of Holder has the shape .2, 4. of this rank's part"
-        ):
+        with pytest.raises(ValueError, match="'weight.m' of Holder has the shape .2, 4. of this rank's part"):
             save(named("weight.m", (2, 4)))
         with pytest.raises(ValueError, match="Holder has two Parameters 'steps'"):
             save(named("steps"), named("steps"))
