@@ -11,7 +11,7 @@ from support.small_pipelines import Scale, array, pipeline
 
 from mindformers_core.communication.world import process_state
 from mindformers_core.models.llama import LlamaForCausalLM
-from mindformers_core.passes.forward_backward import label_count
+from mindformers_core.passes.label_counts import label_count
 from mindformers_core.pipeline import ScheduleLoopedBFS, ScheduleZBV
 from mindformers_core.program.observer import Observer
 from mindformers_core.sharding.initialize import materialize

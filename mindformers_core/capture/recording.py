@@ -2,7 +2,6 @@
 
 import inspect
 import sys
-from contextlib import suppress
 from functools import cache
 from itertools import repeat
 
@@ -271,16 +270,21 @@ class Recorder:
         A method without a result on the meta device is replaced by the Python function behind it. What is known not to
         run there isn't tried: after an error MindSpore drops the gradient that it records around the capture.
         """
-        with suppress(ValueError):
+        behind, refused = method_behind(func.name), None
+        try:
             if found := inferred(func.name, args, kwargs):
                 return self.meta(*found)
-        behind = method_behind(func.name)
+        except ValueError as error:
+            refused = error
         try:
             with DeviceCtx("meta"):
                 result = self._unrecorded(func, primitive, args, kwargs, _meta_leaf)
         except Exception as error:
             if "Not implement" not in str(error) or behind is None:
-                return self._known(func.name, args, kwargs, error)
+                why, shown = refused or error, ", ".join(map(repr, args))
+                raise self.error(
+                    f"operator {func.name}({shown}) can't be run on shapes alone: {message_of(why)}"
+                ) from why
             result = None
         if result is not None:
             return result
@@ -288,16 +292,6 @@ class Recorder:
             raise self.error(f"operator '{func.name}' gives no shape on the meta device: use mindspore.ops")
         with replaced(self, _silent=True):
             return tree_map(_meta_leaf, behind(*args, **kwargs))
-
-    def _known(self, name, args, kwargs, error):
-        """The result of an operator that failed on the meta device, by its shape function."""
-        try:
-            if found := inferred(name, args, kwargs):
-                return self.meta(*found)
-        except ValueError as said:
-            error = said
-        shown = ", ".join(map(repr, args))
-        raise self.error(f"operator {name}({shown}) can't be run on shapes alone: {message_of(error)}") from error
 
     def stand_in(self, structure):
         """The structure with a traced tensor in the place of every plain one; itself where there is none."""

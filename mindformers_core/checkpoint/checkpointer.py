@@ -78,9 +78,10 @@ class Checkpointer:
 
     def parts(self, with_optimizer=True):
         """The `Part`s of this rank's tensors, a dict, `Part` -> Parameter."""
-        rank, found = self._ranks.rank, model_parts(self._cells, self._ranks.rank, self._file_name)
+        given = self._ranks.rank, self._file_name
+        found = model_parts(self._cells, *given)
         if with_optimizer and self._optimizer is not None:
-            found |= optimizer_parts(self._optimizer, rank, self._file_name)
+            found |= optimizer_parts(self._optimizer, *given)
         return found
 
     def save(self, step, state=None):
@@ -165,12 +166,8 @@ class Checkpointer:
             return 0
         checkpoint = open_checkpoint(folder)
         is_whole = not weights_only and checkpoint.state is not None
-        self.fill(checkpoint, self.parts(is_whole), converts=not is_whole)
+        load_parameters(checkpoint, self.parts(is_whole), self._ranks, converts=not is_whole)
         return self.restore(checkpoint.state) if is_whole else 0
-
-    def fill(self, checkpoint, parts, converts, ignored=()):
-        """Fill Parameters, as of `parts`, with the tensors of a `Checkpoint`; others as of `load_parameters`."""
-        load_parameters(checkpoint, parts, self._ranks, converts, ignored)
 
     def restore(self, state):
         """Take the generator and `state` of a checkpoint; returns the number of its step."""

@@ -6,9 +6,8 @@ Several forward passes may be outstanding, as those of the micro-batches of a pi
 from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
-from mindspore import Tensor, dtype as mstype, nn, ops
+from mindspore import nn, ops
 
-from mindformers_core.communication import communicator
 from mindformers_core.communication.world import process_state
 from mindformers_core.dtypes import dtype_name
 from mindformers_core.operators.signature import is_float
@@ -19,41 +18,6 @@ from mindformers_core.sharding.recordings import forget_recordings
 def is_differentiable(tensor):
     """Whether gradients flow through a tensor: its dtype is a floating one."""
     return is_float(dtype_name(tensor.dtype))
-
-
-def check_loss(loss, where):
-    """Raise `ValueError` unless `loss` is the name of a form: `"mean"`, or `"sum"`, with a number of labels."""
-    if loss not in ("mean", "sum"):
-        raise ValueError(f'{where}(loss={loss!r}): should be "mean" or "sum"')
-
-
-def label_count(results, label):
-    """The number of labels that a Cell's results have second, an integer tensor without dims.
-
-    Raises:
-        ValueError: no such result; names the Cell, `label`.
-    """
-    if len(results) < 2 or results[1].ndim > 0 or "int" not in dtype_name(results[1].dtype):
-        shown = (f"{dtype_name(each.dtype)} {list(each.shape)}" for each in results)
-        found = ", ".join(shown) if len(results) > 1 else "a loss alone"
-        raise ValueError(
-            f'{label} should return the sum of its losses and the number of labels, an integer, as loss="sum" says: it '
-            f"gave {found}"
-        )
-    return results[1]
-
-
-def scale_of_labels(count, settings):
-    """The factor of sums of losses that makes the mean over all labels.
-
-    Args:
-        count: number of labels, of this rank's batches.
-        settings: the `HsdpSettings`, or None. Where ranks have losses of their own, all of them call this function.
-    """
-    if settings is not None and settings.gradients_mean:
-        axes = (*settings.replicate_axes, *settings.shard_axes)
-        count = communicator(settings.mesh).make("all_reduce", axes, op="sum")(Tensor(count, mstype.float32)).item()
-    return 1 / max(count, 1)
 
 
 class _Call(NamedTuple):

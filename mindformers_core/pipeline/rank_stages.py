@@ -9,7 +9,7 @@ from mindspore import ops
 from mindformers_core.algorithms.dropout import draws_of, next_draw, set_next_draw
 from mindformers_core.dtypes import dtype_name
 from mindformers_core.layout import LayoutSpec, bind_layout
-from mindformers_core.passes.forward_backward import label_count
+from mindformers_core.passes.label_counts import label_count
 from mindformers_core.passes.stage_function import own_class
 from mindformers_core.pipeline.agreement import check_argument_names, check_stage_numbers, tied_parameters
 from mindformers_core.pipeline.tables.dependencies import plain_steps

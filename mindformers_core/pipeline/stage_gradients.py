@@ -4,7 +4,7 @@ import logging
 
 from mindspore import ParameterTuple
 
-from mindformers_core.passes.forward_backward import scale_of_labels
+from mindformers_core.passes.label_counts import scale_of_labels
 from mindformers_core.passes.weight_split import split_weight_gradients
 from mindformers_core.sharding.sharded_cells import EagerCell, ShardedCell, computing_parameters
 

@@ -3,7 +3,6 @@
 from mindformers_core.operators.signature import is_float
 from mindformers_core.program.structure import tree_leaves
 from mindformers_core.propagation.operators import passes_gradient
-from mindformers_core.redistribution import steps_price
 
 
 def through_algorithm(plan, algorithm, given, constant, part):
@@ -49,8 +48,3 @@ def algorithm_steps(plan, algorithm):
 
     through_algorithm(plan, algorithm, (is_float(value.dtype) for value, _ in plan.consumed), lambda _: False, part)
     return tuple(found)
-
-
-def algorithm_price(call, steps):
-    """The `Price` of the `algorithm_steps` of a `Resolution` of an `OperatorCall`."""
-    return steps_price([(step, gradient and bool(call.trained)) for step, gradient in steps], call.device_model)

@@ -22,12 +22,12 @@ from mindformers_core.operators.resolve import resolve, resolved
 from mindformers_core.operators.signature import is_float
 from mindformers_core.program.free_variables import lambda_lift
 from mindformers_core.program.structure import tree_leaves
-from mindformers_core.propagation.algorithms import algorithm_price, algorithm_steps
+from mindformers_core.propagation.algorithms import algorithm_steps
 from mindformers_core.propagation.decide import FLOWS, NOTHING, decide_plan
 from mindformers_core.propagation.insertion import insert_redistributions
 from mindformers_core.propagation.lookahead import improve
 from mindformers_core.propagation.operators import operator_plan, operator_signature
-from mindformers_core.redistribution import CPU, FREE, redistribution_price
+from mindformers_core.redistribution import CPU, FREE, redistribution_price, steps_price
 
 
 def propagate(graph, mesh, arguments, parameters, declarations=None, device_model=CPU, final=True, algorithm=None):
@@ -190,7 +190,7 @@ class Propagation:
         steps = _once(
             self._algorithms, (id(node), found.choice, found.inputs), lambda: algorithm_steps(plan, self.algorithm)
         )
-        return algorithm_price(call, steps)
+        return steps_price([(step, gradient and bool(call.trained)) for step, gradient in steps], self.device_model)
 
     def resolve(self, call, choice):
         """The `Resolution` of an `OperatorCall`: that of a `Choice` where it is possible, else the cheapest."""

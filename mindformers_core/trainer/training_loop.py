@@ -190,11 +190,11 @@ def train_step(job):
     job.step += 1
     job.consumed += job.batch_size
     rate, scale = learning_rate(job.recipe, job.step), job.loss_scale
-    before, value = (scale.skipped, scale.value) if scale else (0, None)
+    value = scale.value if scale else None
     scalars = job.optimizer.scalars(job.step - job.skipped, rate)
     loss, norm, odd = job.run_step(tuple(map(ms.Tensor, batch)), *scalars, job.checkpointer.await_copies)
     process_state().observer.end_step(job.step)
-    is_skipped = scale is not None and scale.skipped > before
+    is_skipped = odd is None and math.isinf(norm)  # see `step_function`
     job.skipped, job.skipped_in_a_row = job.skipped + is_skipped, is_skipped * (job.skipped_in_a_row + 1)
     odd = [] if job.skipped_in_a_row > job.recipe.precision.skipped_steps else odd
     seconds = time.perf_counter() - started
