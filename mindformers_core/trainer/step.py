@@ -6,19 +6,19 @@ import mindspore as ms
 from mindspore import ops
 
 from mindformers_core.communication.world import process_state
+from mindformers_core.data.datasets import micro_batch
 from mindformers_core.operators.signature import tensor_meta
 from mindformers_core.optimizers.adamw import AdamW
 from mindformers_core.passes.stage_function import own_class
 from mindformers_core.pipeline import PipelineScheduleMulti, PipelineStage
+from mindformers_core.recipe.checks import recipe_device_model
+from mindformers_core.recipe.pipeline import layers_of_rank, micro_batches_of_a_run, recipe_schedule
+from mindformers_core.recipe.zero import zero_settings
 from mindformers_core.recompute import recompute, swap
 from mindformers_core.sharding.inspecting import programs
 from mindformers_core.sharding.parameter_storage import computing_dtype
 from mindformers_core.tensor_parallel import jit, shard
 from mindformers_core.tensor_parallel.clipping import ClipByGlobalNorm
-from mindformers_core.trainer.data import micro_batch
-from mindformers_core.trainer.pipeline_recipe import layers_of_rank, micro_batches_of_a_run, recipe_schedule
-from mindformers_core.trainer.recipe_checks import recipe_device_model
-from mindformers_core.trainer.zero_recipe import zero_settings
 from mindformers_core.zero import hsdp, tie_shards, value_and_grad
 from mindformers_core.zero.loss_scale import LossScale, all_finite
 
