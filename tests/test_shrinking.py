@@ -30,7 +30,7 @@ from mindformers_core.recipe.pipeline import micro_batches_of_a_run
 from mindformers_core.recipe.sections import MESH_AXES, accumulation_steps, mesh_shape
 from mindformers_core.sharding.inspecting import prepare
 from mindformers_core.sharding.sharded_cells import tree_of
-from mindformers_core.trainer.step import build_cells
+from mindformers_core.trainer.cells import build_cells
 
 ROOT = Path(__file__).parent.parent
 ON_128 = (

@@ -23,7 +23,7 @@ from mindformers_core.recipe.sections import accumulation_steps, recipe_mesh
 from mindformers_core.recompute.stages import check_stages
 from mindformers_core.sharding.inspecting import prepare
 from mindformers_core.sharding.sharded_cells import tree_of
-from mindformers_core.trainer.step import build_cells
+from mindformers_core.trainer.cells import build_cells
 from mindformers_core.zero import memory_report
 from mindformers_core.zero.plan import LEVELS
 

@@ -14,8 +14,8 @@ from mindformers_core.serving.generator import Generator
 from mindformers_core.serving.prompts import encode_prompts, tokens_of
 from mindformers_core.serving.sampling import Sampling
 from mindformers_core.tensor_parallel import shard
+from mindformers_core.trainer.cells import shard_settings, stages_of
 from mindformers_core.trainer.checkpoints import fill, open_source, weight_parts
-from mindformers_core.trainer.step import shard_settings, stages_of
 from mindformers_core.trainer.training_loop import enter_world
 
 

@@ -25,7 +25,7 @@ from mindformers_core.recipe.pipeline import check_pipeline, layers_of_stages, m
 from mindformers_core.recipe.sections import accumulation_steps, recipe_mesh
 from mindformers_core.sharding.plan_passes import planned_call
 from mindformers_core.sharding.sharded_cells import tree_of
-from mindformers_core.trainer.step import build_cells
+from mindformers_core.trainer.cells import build_cells
 from mindformers_core.verification.sizes import divisors_of, least_sizes, parts_of_sizes
 from mindformers_core.zero.buckets import parse_comm_fusion
 

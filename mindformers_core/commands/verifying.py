@@ -15,7 +15,8 @@ from mindformers_core.recipe.sections import accumulation_steps, recipe_mesh
 from mindformers_core.recipe.zero import mixed_precision
 from mindformers_core.sharding.initialize import materialize
 from mindformers_core.sharding.parameter_storage import as_computed
-from mindformers_core.trainer.step import build_cells, step_parts
+from mindformers_core.trainer.cells import build_cells
+from mindformers_core.trainer.step import step_parts
 from mindformers_core.verification.engine import seed_restored, simulate
 from mindformers_core.zero.precision import MixedPrecision
 

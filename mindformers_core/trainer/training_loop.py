@@ -24,6 +24,7 @@ from mindformers_core.recipe.loader import recipe_keys, recipe_to_yaml
 from mindformers_core.recipe.sections import Recipe, accumulation_steps, learning_rate, recipe_mesh
 from mindformers_core.sharding.replicas import check_replicas
 from mindformers_core.trainer import records
+from mindformers_core.trainer.cells import build_cells, loss_scale_of
 from mindformers_core.trainer.checkpoints import (
     checkpointer_of,
     going_on,
@@ -33,7 +34,7 @@ from mindformers_core.trainer.checkpoints import (
     save_job,
 )
 from mindformers_core.trainer.recording import start_recording
-from mindformers_core.trainer.step import build_cells, loss_scale_of, step_function
+from mindformers_core.trainer.step import step_function
 
 
 @dataclass
