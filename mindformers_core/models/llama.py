@@ -134,8 +134,8 @@ class LlamaForCausalLM(nn.Cell):
 
     With shifted `labels` (batch, length) the output is the mean cross-entropy, a float32 scalar, over the labels other
     than -100; or its sum, and their number (int32). Packed documents have `positions` (batch, length), int32, of each
-    token in its own, which attention doesn't look beyond. In a pipeline only the last stage has an output layer; the others
-    return hidden states (batch, length, hidden_size), which replace ids as the input of the next stage.
+    token in its own, which attention doesn't look beyond. In a pipeline only the last stage has an output layer; the
+    others return hidden states (batch, length, hidden_size), which replace ids as the input of the next stage.
 
     After `add_caches` the model generates: a call also takes the slots of its positions (length,), the same for all
     rows, and of every row its first slot that isn't padding, `starts` (batch,); logits are those of the last position,

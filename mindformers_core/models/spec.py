@@ -73,7 +73,8 @@ class ModelSpec:
             weighs alike in a step, wherever it lies. `"mean"` (default): it returns a mean, alone or first, and every
             micro-batch weighs alike: right where all samples do.
         inputs: names of the arguments of `construct`, in the order of the arrays of the dataset, of which there may be
-            fewer. Only pipelines need them: the first array is passed from stage to stage, the others to each stage by name.
+            fewer. Only pipelines need them: the first array is passed from stage to stage, the others to each stage by
+            name.
         boundary: `boundary(config, batch, length)` is the `TensorMeta` that a stage sends to the next, with `length`
             positions of the sequence on this rank. Pipelines need it: `cell(config, layers=LayerRange)` builds a
             stage, and the config has `num_hidden_layers`. None: the model can't be a pipeline.
