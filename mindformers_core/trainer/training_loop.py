@@ -8,20 +8,22 @@ from dataclasses import dataclass
 
 import mindspore as ms
 
+from mindformers_core.batches import BatchPlan
 from mindformers_core.checkpoint.checkpointer import Checkpointer
 from mindformers_core.checkpoint.folders import set_aside
 from mindformers_core.checkpoint.parts import on_all_ranks
 from mindformers_core.checkpoint.tensors import ranks_of
 from mindformers_core.communication import init_distributed, process_state
 from mindformers_core.communication.messages import check_equal
-from mindformers_core.data.datasets import dataset_of, local_batch
+from mindformers_core.data.datasets import dataset_of
+from mindformers_core.data.reading import batch_reader
 from mindformers_core.diff.recorder import perturb
 from mindformers_core.files import write_whole
 from mindformers_core.hints import first_of
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.optimizers.adamw import AdamW, decay_lines
 from mindformers_core.recipe.loader import recipe_keys, recipe_to_yaml
-from mindformers_core.recipe.sections import Recipe, accumulation_steps, learning_rate, recipe_mesh
+from mindformers_core.recipe.sections import Recipe, batch_plan, learning_rate, recipe_mesh
 from mindformers_core.sharding.replicas import check_replicas
 from mindformers_core.trainer import records
 from mindformers_core.trainer.cells import build_cells, loss_scale_of
@@ -45,10 +47,11 @@ class Job:
     rank: int
     mesh: object
     dataset: object  # see `dataset_of`
+    read: object  # see `batch_reader`
     cells: dict  # see `build_cells`
     optimizer: AdamW
     run_step: object  # see `step_function`
-    batch_size: int  # sequences of a step, of all dp ranks together
+    plan: BatchPlan
     checkpointer: Checkpointer
     loss_scale: object = None  # a `LossScale`
     skipped: int = 0  # steps that it has skipped, also before the run was resumed, and in a row
@@ -102,16 +105,16 @@ def begin_job(recipe, mesh, rank, dataset, checkpoint=None):
 
     The axes of `mesh` are `MESH_AXES`.
     """
-    dp_size = mesh.axis_size("dp")
-    batch_size = recipe.training.local_batch_size * dp_size * accumulation_steps(recipe, dp_size)
+    plan = batch_plan(recipe, mesh.axis_size("dp"))
     ms.set_seed(recipe.training.seed)
-    start_recording(recipe, mesh, rank)
+    start_recording(recipe, mesh, plan, rank)
     cells = build_cells(recipe, mesh, rank)
     ms.manual_seed(recipe.training.seed)  # after the constructors, of which stages call others
     loss_scale = loss_scale_of(recipe, mesh)
     optimizer, run_step = step_function(recipe, mesh, cells, loss_scale)
     checkpointer = checkpointer_of(recipe, mesh, cells, optimizer)
-    job = Job(recipe, rank, mesh, dataset, cells, optimizer, run_step, batch_size, checkpointer, loss_scale)
+    read = batch_reader(recipe, plan, cells, rank)
+    job = Job(recipe, rank, mesh, dataset, read, cells, optimizer, run_step, plan, checkpointer, loss_scale)
     if checkpoint is not None:
         resume(job, checkpoint)
     if recipe.monitor.perturb:
@@ -161,7 +164,7 @@ def _run_steps(job, recorders):
     finally:
         job.checkpointer.close()
     seconds = time.perf_counter() - started
-    tokens = len(losses) * job.batch_size * recipe.train_dataset.seq_length
+    tokens = len(losses) * job.plan.samples * recipe.train_dataset.seq_length
     summary = (
         f"{len(losses)} steps on ranks {job.mesh} in {seconds:.1f} s, {tokens / seconds:,.0f} tokens/s; "
         f"loss {losses[0]:.4f} -> {losses[-1]:.4f}; run folder {folder}"
@@ -187,9 +190,9 @@ def train_step(job):
     Where the loss or a gradient isn't finite, nothing is updated, and the row has a text about it, `not_finite`.
     """
     started = time.perf_counter()
-    batch = local_batch(job.recipe, job.mesh, job.rank, job.dataset, job.consumed)
+    batch = job.read(job.dataset, job.consumed)
     job.step += 1
-    job.consumed += job.batch_size
+    job.consumed += job.plan.samples
     rate, scale = learning_rate(job.recipe, job.step), job.loss_scale
     value = scale.value if scale else None
     scalars = job.optimizer.scalars(job.step - job.skipped, rate)
@@ -205,7 +208,7 @@ def train_step(job):
         "learning_rate": rate,
         "gradient_norm": norm,
         "seconds": seconds,
-        "tokens_per_second": job.batch_size * job.recipe.train_dataset.seq_length / seconds,
+        "tokens_per_second": job.plan.samples * job.recipe.train_dataset.seq_length / seconds,
         **({"loss_scale": value, "skipped": job.skipped} if scale else {}),
     } | ({} if odd is None else {"not_finite": _not_finite(job, loss, norm, odd)})
 
@@ -221,8 +224,8 @@ def _not_finite(job, loss, norm, names):
         cause = f"{len(names)} weights have gradients that aren't finite, in the order of the backward pass "
         cause += first_of(names, 3)
     return (
-        f"at step {job.step} (samples {job.consumed - job.batch_size} to {job.consumed - 1}) the loss is {loss:g}, and "
-        f"the norm of all gradients {norm:g}: {cause}; the weights stay as they were after step {job.step - 1}"
+        f"at step {job.step} (samples {job.consumed - job.plan.samples} to {job.consumed - 1}) the loss is {loss:g}, "
+        f"and the norm of all gradients {norm:g}: {cause}; the weights stay as they were after step {job.step - 1}"
     )
 
 
@@ -250,8 +253,8 @@ def _records(job, held):
     if carries_on and (others := set_aside(folder, job.step)):
         print(f"checkpoints of later steps are now {', '.join(others)}")
     kind = "micro-batches" if recipe.parallelism.pipeline_parallel == 1 else "pipeline runs"
-    count = accumulation_steps(recipe, job.mesh.axis_size("dp"))
-    print(f"{recipe.training.steps} steps of {count} {kind} on ranks {job.mesh}; run folder {folder}")
+    empty = f", {job.plan.empty} of whose rows are empty," if job.plan.empty else ""
+    print(f"{recipe.training.steps} steps of {job.plan.runs} {kind}{empty} on ranks {job.mesh}; run folder {folder}")
     recorders = [records.metrics_writer(folder, after_step=job.step)]
     recorders += [records.tensorboard_writer(folder)] if recipe.monitor.tensorboard else []
     return [*recorders, records.progress_writer(recipe.training.steps, recipe.monitor.log_interval)]

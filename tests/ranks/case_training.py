@@ -13,7 +13,7 @@ from mindformers_core.data.datasets import TokenDataset
 from mindformers_core.layout import Layout
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.recipe.loader import load_recipe
-from mindformers_core.recipe.sections import MESH_AXES, accumulation_steps
+from mindformers_core.recipe.sections import MESH_AXES, batch_plan
 from mindformers_core.tensor_parallel.clipping import ClipByGlobalNorm, clip_by_global_norm
 from mindformers_core.trainer.training_loop import begin_job, enter_world, train_step
 
@@ -37,7 +37,7 @@ def job_on(shape, ranks, *overrides):
 def training_alone(count, *overrides):
     """Steps in four micro-batches on this rank for itself: of each its row, and the parameters by name."""
     job = job_on((1, 1, 1, 1), [world().rank], *overrides)
-    assert accumulation_steps(job.recipe, 1) == 4
+    assert batch_plan(job.recipe, 1).runs == 4
     steps = []
     for _ in range(count):
         row = train_step(job)
@@ -52,7 +52,7 @@ def compare_with_one_rank(*overrides, shape=(1, 2, 1, 2), alike=(), micro_batche
     forward passes or pipeline runs: by default as many sequences in each as on one rank. Returns the mesh's job.
     """
     shared = job_on(shape, None, *alike, *overrides)
-    assert accumulation_steps(shared.recipe, shape[1]) == (micro_batches or 4 // shape[1])
+    assert batch_plan(shared.recipe, shape[1]).runs == (micro_batches or 4 // shape[1])
     rows, parameters = zip(*training_alone(steps, *alike))
     for expected in rows:
         row = train_step(shared)
