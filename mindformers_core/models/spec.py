@@ -140,12 +140,8 @@ MODELS = MappingProxyType(
             "mindformers_core.models.llama:llama_for_training",
             LlamaConfig,
             loss="sum",
-<<<<<<< HEAD
-            inputs=("input_ids", "labels", "positions"),
-=======
             ignored={"labels": -100},
-            inputs=("input_ids", "labels"),
->>>>>>> a9974c8
+            inputs=("input_ids", "labels", "positions"),
             boundary=lambda config, batch, length: tensor_meta((batch, length, config.hidden_size), config.dtype),
             tied=lambda config: ("model.embed_tokens.weight",) if config.tie_word_embeddings else (),
             divided=_llama_divided,
