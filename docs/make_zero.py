@@ -12,7 +12,7 @@ import mindspore as ms
 from page_blocks import filled
 
 from mindformers_core.communication import init_distributed, shutdown, world
-from mindformers_core.data.datasets import open_dataset
+from mindformers_core.data.datasets import dataset_of
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.models import LlamaForCausalLM
 from mindformers_core.recipe.loader import load_recipe
@@ -73,7 +73,7 @@ def measured_table():
             overrides = [f"parallelism.zero_level={number}", f"training.output_dir={folder}", *TINY]
             recipe = load_recipe(str(CONFIGS / "llama_tiny_zero.yaml"), overrides)
         mesh = init_device_mesh(mesh_shape(recipe, world().size), MESH_AXES)
-        dataset = open_dataset(recipe.train_dataset, recipe.model.vocab_size, recipe.training.seed)
+        dataset = dataset_of(recipe)
         job = begin_job(recipe, mesh, world().rank, dataset)
         train_step(job)
         report = memory_report(job.cells[0], job.optimizer)

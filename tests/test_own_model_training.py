@@ -314,5 +314,5 @@ def test_no_place_for_the_bytes_of_texts(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     for folder in (f"{tmp_path}/file/cache", "~nobody_here/cache"):
         section = TrainDataset(data_path=(__file__,), cache_dir=folder)
-        with pytest.raises(OSError, match=f"^train_dataset.cache_dir: {folder} can't get the text's bytes: "):
-            open_dataset(section, 256, 1)
+        with pytest.raises(OSError, match=f"^train_dataset.cache_dir: {folder} can't get the tokens: "):
+            open_dataset(section, SimpleNamespace(vocab_size=256), 1)

@@ -19,8 +19,9 @@ def sample_arrays(recipe):
         arrays = dataset_of(recipe).batch(0, 1)
         found = tuple(tensor_meta(array.shape, str(array.dtype)) for array in arrays)
     else:
-        found = (tensor_meta((1, recipe.train_dataset.seq_length), "int32"),) * 2
-    if recipe.parallelism.pipeline_parallel > 1 and len(found) != len(recipe.spec.inputs):
+        count = 3 if recipe.train_dataset.packing == "documents" else 2  # see `Sequences`
+        found = (tensor_meta((1, recipe.train_dataset.seq_length), "int32"),) * count
+    if recipe.parallelism.pipeline_parallel > 1 and len(found) > len(recipe.spec.inputs):
         raise ValueError(
             f"model.name: the ModelSpec of {recipe.model_name} has the inputs {', '.join(recipe.spec.inputs)}, but the "
             f"dataset gives {len(found)} arrays: name them all"

@@ -10,6 +10,7 @@ import hashlib
 import os
 import shutil
 import sysconfig
+import zlib
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -19,8 +20,10 @@ import numpy as np
 from mindformers_core.data.megatron import open_megatron
 from mindformers_core.data.rows import READERS, documents_of
 from mindformers_core.hints import first_of
+from mindformers_core.scopes import errors_at
 
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
+_SAMPLE = 2**16  # tokens of a checksum
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,16 @@ class Tokens:
             limit = "negative: token ids start at 0" if token < 0 else f"not below model.vocab_size {vocab_size}"
             raise ValueError(f"{self.name}: token {token} at place {place} is {limit}")
         return found.astype(np.int32)
+
+    def about(self):
+        """What has to be the same in a resumed run: sizes, and a checksum of the first and the last tokens."""
+        ends = np.concatenate([self.ids[:_SAMPLE], self.ids[-_SAMPLE:]])
+        return {
+            "name": os.path.basename(self.name),
+            "tokens": len(self.ids),
+            "documents": len(self.starts),
+            "checksum": zlib.crc32(ends.tobytes()),
+        }
 
 
 def open_tokens(paths, cache, tokenizer=None, max_bytes=None):
@@ -134,7 +147,10 @@ def _files_below(folder, suffix, name):
 
 def _cached(files, suffix, tokenizer, max_bytes, cache):
     """A folder of `cache` with the files `ids`, `starts` and perhaps `labels`, for `Tokens`; made where missing."""
-    os.makedirs(cache, exist_ok=True)
+    with errors_at(f"train_dataset.cache_dir: {cache} can't get the tokens: ", kinds=OSError):
+        if cache.startswith("~"):
+            raise FileNotFoundError("there is no home folder")
+        os.makedirs(cache, exist_ok=True)
     stamps = [(os.path.abspath(path), os.path.getsize(path), os.stat(path).st_mtime_ns) for path in files]
     settings = stamps, suffix, tokenizer and tokenizer.key, max_bytes
     target = os.path.join(cache, f"tokens_{hashlib.sha256(repr(settings).encode()).hexdigest()[:16]}")

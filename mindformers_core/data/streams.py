@@ -5,7 +5,7 @@ curves agree, and a position is one number a source.
 """
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from mindformers_core.data.mixture import Mixture
 from mindformers_core.data.order import shuffled
 from mindformers_core.data.packing import packed_row, packed_rows
 from mindformers_core.data.sources import Tokens
+from mindformers_core.hints import first_of
 from mindformers_core.splitmix import GOLDEN
 
 IGNORED = -100  # a label that isn't counted
@@ -57,6 +58,10 @@ class Sequences:
         padding = np.zeros((1, self.seq_length - sum(piece.length for piece in pieces)), np.int32)
         arrays = zip(*(self._piece(*piece) for piece in pieces), (*padding, *padding + IGNORED, *padding))
         return tuple(map(np.concatenate, arrays))
+
+    def about(self):
+        """What has to be the same in a resumed run."""
+        return self.source.about() | {"seq_length": self.seq_length, "packs": self.packs}
 
     def _piece(self, first, length, goes_on):
         """Ids, labels and positions of consecutive tokens of a document; `goes_on`: whether a token follows them."""
@@ -104,6 +109,41 @@ class Stream:
         """Of each source, how many of its epochs the samples before `end` are, as a fraction."""
         counts = self.mixture.counts(end)
         return tuple(count / len(source) for count, source in zip(counts, self.sources, strict=True))
+
+    def state(self):
+        """What a checkpoint keeps of the data, as JSON: `facts`, which tell other data, and the `mixture` so far."""
+        facts = {"seed": self.seed, "weights": list(self.mixture.weights)}
+        for number, source in enumerate(self.sources):
+            facts |= {f"source {number}: {name}": value for name, value in source.about().items()}
+        return {"facts": facts, "mixture": [self.mixture.weights, self.mixture.start, self.mixture.taken]}
+
+    def resumed(self, state, end, goes_on=False):
+        """The stream that goes on at sample `end` of the one with this `state`.
+
+        With other data that is an error, unless `goes_on`: then sources that were there before, the first ones, go on
+        where they were, new ones begin, and weights are those of now.
+
+        Raises:
+            ValueError: other data; lists the differences.
+        """
+        check_facts(state["facts"], self.state()["facts"], goes_on)
+        weights, start, taken = state["mixture"]
+        mixture = Mixture(tuple(weights), start, tuple(taken))
+        return replace(
+            self,
+            mixture=mixture if mixture.weights == self.mixture.weights else mixture.changed(self.mixture.weights, end),
+        )
+
+
+def check_facts(saved, own, goes_on):
+    """Raise `ValueError` for facts about data that differ from saved ones, unless a run `goes_on` with them."""
+    pairs = {name: (own.get(name), saved.get(name)) for name in {**saved, **own}}
+    found = [f"{name} is {now!r}, was {before!r}" for name, (now, before) in pairs.items() if now != before]
+    if found and not goes_on:
+        raise ValueError(
+            f"the data aren't those of the run that goes on: {first_of(found, 5)}: take those, or "
+            "train_dataset.on_change=go_on"
+        )
 
 
 class Ahead:

@@ -93,14 +93,30 @@ class LrScheduler:
 
 
 @dataclass(frozen=True)
-class TrainDataset:
-    """Text, read as bytes, or token ids in a `.npy` file; or a user's dataset."""
+class Source:
+    """One source of a mixture: files, or a user's object; docs/data.md."""
 
-    data_path: tuple[str, ...] = ()  # files, or folders with text; default: the sources of Python's standard library
+    data_path: tuple[str, ...] = ()  # as train_dataset.data_path
+    factory: str = ""  # package.module:function that opens a user's object with len() and an index
+    weight: int = bounded(1, 1, 100_000)  # of so many samples of all weights together
+
+
+@dataclass(frozen=True)
+class TrainDataset:
+    """Text, token ids, rows with either; or a user's dataset; docs/data.md."""
+
+    # .npy, Megatron's .bin, .jsonl, .parquet, .mindrecord, or files and folders with text; default: the sources of
+    # Python's standard library
+    data_path: tuple[str, ...] = ()
+    sources: tuple[Source, ...] = ()  # several, mixed by their weights, in the place of data_path
+    tokenizer: str = ""  # folder with a Hugging Face tokenizer, for text and conversations; default: bytes
+    # documents: whole ones in a sequence, each for itself; none: one after the other, wherever a sequence ends
+    packing: Literal["none", "documents"] = "none"
+    on_change: Literal["end", "go_on"] = "end"  # where a resumed run has other data
     seq_length: int = bounded(1024, 1, 2**24)
-    max_bytes: int = bounded(16_000_000, 1, 2**50)  # further text is ignored
-    cache_dir: str = "~/.cache/mindformers_core"  # folder for the concatenated bytes of text files
-    factory: str = ""  # package.module:function that opens a user's dataset, see docs/models.md
+    max_bytes: int = bounded(16_000_000, 1, 2**50)  # further bytes of text are ignored
+    cache_dir: str = "~/.cache/mindformers_core"  # folder for the tokens of text and rows
+    factory: str = ""  # package.module:function that opens a user's dataset, see docs/data.md
     options: dict = field(default_factory=dict, hash=False)  # further settings for that function
 
 
