@@ -1,4 +1,4 @@
-"""Endless streams of samples: sample g is a function of the sources, the seed and g. Pure Python.
+"""Endless streams of samples: sample g is a function of the sources, the seed and g.
 
 It depends neither on the number of ranks, nor on micro-batches, nor on the step at which a run was resumed, so loss
 curves agree, and a position is one number a source.
