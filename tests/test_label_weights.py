@@ -18,6 +18,7 @@ from mindformers_core.program.observer import Observer
 from mindformers_core.recipe.loader import recipe_from_dict
 from mindformers_core.recipe.sections import Precision
 from mindformers_core.sharding.initialize import materialize
+from mindformers_core.trainer.training_loop import begin_job
 from mindformers_core.zero import hsdp, value_and_grad
 
 SAMPLES, LENGTH, VOCAB = 16, 6, 24
@@ -49,7 +50,7 @@ def dataset(*_):
     draw = np.random.default_rng(0)
     ids = draw.integers(0, VOCAB, (SAMPLES, LENGTH + 1)).astype(np.int32)
     labels = np.where(draw.random((SAMPLES, LENGTH)) < np.linspace(0, 1.3, SAMPLES)[:, None], -100, ids[:, 1:])
-    labels[12:], labels[12, 3] = -100, ids[12, 4]
+    labels[12:], labels[12, 3], labels[15] = -100, ids[12, 4], ids[15, 1:]  # empty rows repeat the last one
     arrays = ids[:, :-1], labels.astype(np.int32)
 
     def batch(first, count):
@@ -65,6 +66,12 @@ def recipe(local, parallelism, **training):
         "training": {"local_batch_size": local, "global_batch_size": SAMPLES, "max_norm": 0.5, "steps": 10, **training},
         "lr_scheduler": {"learning_rate": 1e-2, "warmup_steps": 0},
     })  # fmt: skip
+
+
+def job(local, parallelism, mesh, rank, mode=1):
+    """A job of a launched rank."""
+    given = recipe(local, parallelism)
+    return begin_job(replace(given, context=replace(given.context, mode=mode)), mesh, rank, dataset())
 
 
 class Gradients(Observer):

@@ -75,8 +75,8 @@ class ModelSpec:
         inputs: names of the arguments of `construct`, in the order of the arrays of the dataset. Only pipelines and
             `ignored` need them: the first array is passed from stage to stage, the others to each stage by name.
         boundary: `boundary(config, batch, length)` is the `TensorMeta` of the whole tensor that a stage sends to the
-            next, for `batch` samples of `length` positions. Pipelines need it: `cell(config, layers=LayerRange)` builds a
-            stage, and the config has `num_hidden_layers`. None: the model can't be a pipeline.
+            next, for `batch` samples of `length` positions. Pipelines need it: `cell(config, layers=LayerRange)` builds
+            a stage, and the config has `num_hidden_layers`. None: the model can't be a pipeline.
         tied: `tied(config)` returns the paths of the parameters that the first and the last stage share.
         divided: `divided(config)` is a list of `(key, size)`, sizes that `tensor_parallel` has to divide.
         hugging_face: the `HuggingFaceFormat` of its checkpoints. None: tensors have the names of parameters, and

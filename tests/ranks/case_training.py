@@ -5,6 +5,7 @@ from pathlib import Path
 import mindspore as ms
 import numpy as np
 import pytest
+import test_label_weights as label_weights
 from support.launch import on_ranks
 from truth import once
 
@@ -102,11 +103,27 @@ DEEP = "model.num_hidden_layers=4", "model.tie_word_embeddings=true"
 
 @on_ranks(4)
 def case_pipelined_training_equals_one_rank():
-    """With data, tensor and sequence parallel; several runs a step, tied embeddings, also on one rank as two stages."""
-    overrides = [*pipeline("1f1b"), "parallelism.pipeline_parallel_layers_per_stage=[1,3]"]
-    compare_with_one_rank(*overrides, shape=(2, 2, 1, 1), alike=DEEP, steps=2)
+    """With tensor and sequence parallel; several runs a step, tied embeddings, on one rank as two stages."""
     overrides = [*pipeline("zb_v", 2), "parallelism.sequence_parallel=true"]
     compare_with_one_rank(*overrides, shape=(2, 1, 1, 2), alike=DEEP, steps=2)
+
+
+@on_ranks(4)
+def case_every_label_weighs_alike():
+    """Ten steps of uneven micro-batches on pp 2 x dp 2, of whose labels all to none count, clipped; also compiled."""
+    mesh, rank = init_device_mesh((2, 2, 1, 1), MESH_AXES), world().rank
+    alone = label_weights.job(16, {}, init_device_mesh((1, 1, 1, 1), MESH_AXES, [rank]), rank)
+    expected = [train_step(alone) for _ in range(10)]
+    assert min(row["gradient_norm"] for row in expected) > 0.5  # the largest norm
+    whole = {parameter.name: parameter.asnumpy() for parameter in alone.optimizer.parameters}
+    for mode in (1, 0):
+        job = label_weights.job(*label_weights.CUTS["pp 2 x dp 2, runs *"], mesh, rank, mode)
+        assert job.plan.empty == 8
+        for row, (loss, norm) in ((train_step(job), (each["loss"], each["gradient_norm"])) for each in expected):
+            np.testing.assert_allclose((row["loss"], row["gradient_norm"]), (loss, norm), 1e-5, err_msg=str(mode))
+        for part in job.optimizer.parameters:
+            mine = part.layout.local_slices(part.global_shape, rank)
+            np.testing.assert_allclose(part.asnumpy(), whole[part.name][mine], atol=1e-5, err_msg=part.name)
 
 
 @on_ranks(nightly=(4,))
