@@ -1,7 +1,6 @@
 """`python -m mindformers_core train | generate | verify | diff | compare | inspect | check | convert`."""
 
 import argparse
-import dataclasses
 import os
 import signal
 import sys
@@ -115,31 +114,26 @@ def _train(arguments):
     from mindformers_core.recipe.loader import load_recipe
 
     recipe = load_recipe(arguments.config, arguments.overrides)
-    if not recipe.training.output_dir:
-        name = os.path.splitext(os.path.basename(arguments.config))[0]
-        training = dataclasses.replace(recipe.training, output_dir=os.path.join("output", name))
-        recipe = dataclasses.replace(recipe, training=training)
     if arguments.dry_run:
         from mindformers_core.commands.dry_run import dry_run
 
         print(dry_run(recipe))
         return 0
-    from mindformers_core.trainer.training_loop import prepare
+    from mindformers_core.trainer.trainer import Trainer
 
-    return partial(_run_steps, prepare(recipe))
+    return partial(_run_steps, Trainer(recipe))
 
 
-def _run_steps(job):
+def _run_steps(trainer):
     from mindformers_core.data.datasets import DataError
-    from mindformers_core.trainer.training_loop import run_steps
 
     try:
-        summary = run_steps(job)
+        summary = trainer.run()
     except BrokenPipeError:
         raise
     except (OSError, DataError, FloatingPointError) as error:
         return _report(error)
-    if job.rank == 0:
+    if trainer.rank == 0:
         print(summary)
     return 0
 

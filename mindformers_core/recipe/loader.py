@@ -49,7 +49,11 @@ def load_recipe(path, overrides=()):
             sections[keys[0]] = _spelled_out(sections[keys[0]], typing.get_type_hints(Recipe).get(keys[0]))
         _put(sections, keys, value)
     with errors_at(f"{path}: "):
-        return recipe_from_dict(sections)
+        recipe = recipe_from_dict(sections)
+    if recipe.training.output_dir:
+        return recipe
+    folder = os.path.join("output", os.path.splitext(os.path.basename(path))[0])
+    return dataclasses.replace(recipe, training=dataclasses.replace(recipe.training, output_dir=folder))
 
 
 def recipe_from_dict(sections):
