@@ -54,7 +54,7 @@ def _sizes(decorator):
 
 @dataclass(frozen=True)
 class Launched:
-    """How a launch ended: exit code of msrun or a rank (None: killed at the timeout), every rank's log, seconds taken."""
+    """How a launch ended: exit code of msrun or a rank (None: killed at the timeout), logs of ranks, seconds taken."""
 
     exit_code: int | None
     logs: dict
