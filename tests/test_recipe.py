@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from mindformers_core.pipeline.schedules.named import SCHEDULES, schedule_class
-from mindformers_core.recipe.loader import load_recipe, recipe_to_yaml
+from mindformers_core.recipe.loader import RecipeError, load_recipe, recipe_to_yaml
 from mindformers_core.recipe.pipeline import layers_of_rank, layers_of_stages, recipe_timeline
 from mindformers_core.recipe.sections import accumulation_steps, learning_rate, mesh_shape
 from mindformers_core.recipe.text import parse_overrides
@@ -87,7 +87,7 @@ def test_missing_keys_files_and_sections(tmp_path):
     with pytest.raises(ValueError, match="twice.yaml: not valid YAML: key 'steps' is given twice$"):
         load_recipe(str(tmp_path / "twice.yaml"))
     (tmp_path / "list.yaml").write_text("- 1")
-    with pytest.raises(TypeError, match="a recipe is a mapping of sections"):
+    with pytest.raises(RecipeError, match="a recipe is a mapping of sections"):
         load_recipe(str(tmp_path / "list.yaml"))
 
 
