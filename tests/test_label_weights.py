@@ -18,7 +18,6 @@ from mindformers_core.program.observer import Observer
 from mindformers_core.recipe.loader import recipe_from_dict
 from mindformers_core.recipe.sections import Precision
 from mindformers_core.sharding.initialize import materialize
-from mindformers_core.trainer.training_loop import begin_job
 from mindformers_core.zero import hsdp, value_and_grad
 
 SAMPLES, LENGTH, VOCAB = 16, 6, 24
@@ -66,12 +65,6 @@ def recipe(local, parallelism, **training):
         "training": {"local_batch_size": local, "global_batch_size": SAMPLES, "max_norm": 0.5, "steps": 10, **training},
         "lr_scheduler": {"learning_rate": 1e-2, "warmup_steps": 0},
     })  # fmt: skip
-
-
-def job(local, parallelism, mesh, rank, mode=1):
-    """A job of a launched rank."""
-    given = recipe(local, parallelism)
-    return begin_job(replace(given, context=replace(given.context, mode=mode)), mesh, rank, dataset())
 
 
 class Gradients(Observer):
