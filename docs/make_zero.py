@@ -12,13 +12,12 @@ import mindspore as ms
 from page_blocks import filled
 
 from mindformers_core.communication import init_distributed, shutdown, world
-from mindformers_core.data.datasets import dataset_of
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.models import LlamaForCausalLM
 from mindformers_core.recipe.loader import load_recipe
 from mindformers_core.recipe.sections import MESH_AXES, mesh_shape
 from mindformers_core.tensor_parallel import shard
-from mindformers_core.trainer.training_loop import begin_job, train_step
+from mindformers_core.trainer.trainer import Trainer
 from mindformers_core.zero import MixedPrecision, hsdp, memory_report
 
 __all__ = ["PAGE", "computed_tables", "measured_table"]
@@ -73,9 +72,8 @@ def measured_table():
             overrides = [f"parallelism.zero_level={number}", f"training.output_dir={folder}", *TINY]
             recipe = load_recipe(str(CONFIGS / "llama_tiny_zero.yaml"), overrides)
         mesh = init_device_mesh(mesh_shape(recipe, world().size), MESH_AXES)
-        dataset = dataset_of(recipe)
-        job = begin_job(recipe, mesh, world().rank, dataset)
-        train_step(job)
+        job = Trainer(recipe, mesh=mesh)
+        job.train_step()
         report = memory_report(job.cells[0], job.optimizer)
         for place, (moment, title) in enumerate((("pass", "forward, backward"), ("update", "update"))):
             measured = [f"{getattr(report.measured[moment], kind) / 1e3:.1f}" for kind in KINDS]

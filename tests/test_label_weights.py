@@ -49,7 +49,7 @@ def dataset(*_):
     draw = np.random.default_rng(0)
     ids = draw.integers(0, VOCAB, (SAMPLES, LENGTH + 1)).astype(np.int32)
     labels = np.where(draw.random((SAMPLES, LENGTH)) < np.linspace(0, 1.3, SAMPLES)[:, None], -100, ids[:, 1:])
-    labels[12:], labels[12, 3] = -100, ids[12, 4]
+    labels[12:], labels[12, 3], labels[15] = -100, ids[12, 4], ids[15, 1:]  # empty rows repeat the last one
     arrays = ids[:, :-1], labels.astype(np.int32)
 
     def batch(first, count):

@@ -15,7 +15,7 @@ from mindformers_core.sharding.sharded_cells import tree_of
 
 def sample_arrays(recipe):
     """The whole arrays of one sample, each (1, …): a tuple of `TensorMeta`s."""
-    if recipe.train_dataset.factory:
+    if recipe.train_dataset.factory or any(source.factory for source in recipe.train_dataset.sources):
         arrays = dataset_of(recipe).batch(0, 1)
         found = tuple(tensor_meta(array.shape, str(array.dtype)) for array in arrays)
     else:

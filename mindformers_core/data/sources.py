@@ -147,7 +147,7 @@ def _files_below(folder, suffix, name):
 
 def _cached(files, suffix, tokenizer, max_bytes, cache):
     """A folder of `cache` with the files `ids`, `starts` and perhaps `labels`, for `Tokens`; made where missing."""
-    with errors_at(f"train_dataset.cache_dir: {cache} can't get the tokens: ", kinds=OSError):
+    with errors_at(f"train_dataset.cache_dir {cache} can't get the tokens: ", kinds=OSError):
         if cache.startswith("~"):
             raise FileNotFoundError("there is no home folder")
         os.makedirs(cache, exist_ok=True)

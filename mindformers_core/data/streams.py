@@ -127,7 +127,7 @@ class Stream:
             ValueError: other data; lists the differences.
         """
         check_facts(state["facts"], self.state()["facts"], goes_on)
-        weights, start, taken = state["mixture"]
+        weights, start, taken = state.get("mixture") or self.state()["mixture"]
         mixture = Mixture(tuple(weights), start, tuple(taken))
         return replace(
             self,
@@ -154,15 +154,18 @@ class Ahead:
     """
 
     def __init__(self, read):
-        self._read, self._pool, self._next = read, ThreadPoolExecutor(1, "data"), None
+        self._read, self._pool, self._next = read, None, None
 
     def get(self, position, following):
         """The batch at a position; that at `following` is begun."""
         known, self._next = self._next, None
         batch = known[1].result() if known and known[0] == position else self._read(position)
+        self._pool = self._pool or ThreadPoolExecutor(1, "data")
         self._next = following, self._pool.submit(self._read, following)
         return batch
 
     def close(self):
-        """End the thread, when it has read what it has begun."""
-        self._pool.shutdown(cancel_futures=True)
+        """End the thread, when it has read what it has begun; a later `get` starts another one."""
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+        self._pool = self._next = None

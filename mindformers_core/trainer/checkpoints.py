@@ -17,7 +17,7 @@ from mindformers_core.hints import first_of
 from mindformers_core.recipe.loader import recipe_to_dict
 from mindformers_core.scopes import errors_at
 
-_LENGTH, _FOLDER = "train_dataset.seq_length", "training.output_dir"
+_FOLDER = "training.output_dir"
 
 
 def going_on(recipe):
@@ -54,13 +54,14 @@ def resume(job, checkpoint):
     recipe, job.loaded_config = job.recipe, checkpoint.config
     state = None if recipe.checkpoint.no_load_optim else checkpoint.state
     if state:
-        length, saved = recipe.train_dataset.seq_length, state["recipe"]["train_dataset"]["seq_length"]
-        for key, own, other in ("training.seed", recipe.training.seed, state["seed"]), (_LENGTH, length, saved):
-            if own != other:
-                raise ValueError(
-                    f"{key}: {own}, but the run of {checkpoint.folder} has {other}, and its data and draws go on: take "
-                    "that, or checkpoint.no_load_optim=true, which begins anew"
-                )
+        if recipe.training.seed != state["seed"]:
+            raise ValueError(
+                f"training.seed: {recipe.training.seed}, but the run of {checkpoint.folder} has {state['seed']}, and "
+                "its data and draws go on: take that, or checkpoint.no_load_optim=true, which begins anew"
+            )
+        goes_on = recipe.train_dataset.on_change == "go_on"
+        with errors_at(f"train_dataset: {checkpoint.folder}: "):
+            job.dataset = job.dataset.resumed(state.get("data", {"facts": {}}), state["consumed"], goes_on)
     fill(checkpoint, job.checkpointer.parts(bool(state)), recipe, job.mesh, job.rank, converts=not state)
     if state:
         job.step, job.consumed = job.checkpointer.restore(state), state["consumed"]
@@ -128,6 +129,7 @@ def save_job(job):
     state = {
         "consumed": job.consumed,
         "seed": recipe.training.seed,
+        "data": job.dataset.state(),
         "loss_scale": job.loss_scale and job.loss_scale.state(),
         "skipped": job.skipped,
         "recipe": recipe_to_dict(recipe),

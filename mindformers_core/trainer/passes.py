@@ -53,13 +53,13 @@ def pipeline_passes(recipe, mesh, cells, loss_scale):
     plan = batch_plan(recipe, mesh.axis_size("dp"))
     schedule = kind(stages if several else stages[0], plan.micro_batches, share_outputs=True)
     inputs = {index: _computed(micro_batch(recipe, net, index)) for index, net in cells.items()}
-    given = {index: ((first,), dict(zip(names, others, strict=True))) for index, (first, *others) in inputs.items()}
+    given = {index: ((first,), dict(zip(names, others))) for index, (first, *others) in inputs.items()}
     schedule.meet().make_programs(schedule.table, given)
 
     def run(arrays):
         for stage in stages:
             stage.zero_gradients()
-        losses = [schedule.run(first, **dict(zip(names, others, strict=True))) for first, *others in zip(*arrays)]
+        losses = [schedule.run(first, **dict(zip(names, others))) for first, *others in zip(*arrays)]
         gradients = _once_each(stages, "gradients")
         gradients = gradients if loss_scale is None else loss_scale.unscale(gradients)
         return [each if isinstance(each, tuple) else (each,) for each in losses], gradients
