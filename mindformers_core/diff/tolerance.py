@@ -38,7 +38,7 @@ def inputs_of(key, facts, known):
 
 
 def tolerances_of_noise(keys, facts, noise):
-    """The tolerances of tensors from a step of a run, and the same of that run perturbed, relative to the norm: a dict."""
+    """The tolerances of tensors from a step of a run and the same of that run perturbed, relative to norms: a dict."""
     found = {}
     for key in keys:
         found[key] = max(EPS.get(facts[key[2]]["dtype"], 0.0), _EXACT)
