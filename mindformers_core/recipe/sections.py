@@ -103,6 +103,7 @@ class TrainDataset:
     data_path: tuple[str, ...] = ()  # files, or folders with text; default: the sources of Python's standard library
     seq_length: int = bounded(1024, 1, 2**24)
     max_bytes: int = bounded(16_000_000, 1, 2**50)  # further text is ignored
+    seed: int | None = bounded(None, 0, 2**32 - 1)  # of the order of sequences; default: training.seed
     cache_dir: str = "~/.cache/mindformers_core"  # folder for the concatenated bytes of text files
     factory: str = ""  # package.module:function that opens a user's dataset, see docs/models.md
     options: dict = field(default_factory=dict, hash=False)  # further settings for that function
@@ -186,6 +187,11 @@ class Recipe:
     def spec(self):
         """The `ModelSpec` of the model."""
         return model_spec(self.model_name)
+
+    @property
+    def data_seed(self):
+        """The seed of the order of data."""
+        return self.training.seed if self.train_dataset.seed is None else self.train_dataset.seed
 
 
 def mesh_shape(recipe, world_size=None):
