@@ -110,12 +110,14 @@ def test_the_engine_is_the_recipes(run, engine, tmp_path):
     assert len(programs(job.cells[0])) == (engine == "generated")
 
 
-def test_a_step_is_compiled_once(run, monkeypatch):
-    """Neither what changes from step to step nor reading the loss compiles it again."""
+def test_a_step_is_compiled_once(run, monkeypatch, tmp_path):
+    """Neither what changes from step to step nor reading the loss compiles it again, nor an evaluation in between."""
     compiled = []
     check = graph_api._check_recompile
     monkeypatch.setattr(graph_api, "_check_recompile", lambda *args: (compiled.append(args[3]), check(*args)))
-    run("a", "context.mode=0", "lr_scheduler.warmup_steps=3", "training.local_batch_size=2")
+    held = "evaluation.interval=2", f"evaluation.dataset={{data_path: [{ONE_RANK}]}}", "evaluation.samples=3"
+    run("a", "context.mode=0", "lr_scheduler.warmup_steps=3", "training.local_batch_size=2", *held)
+    assert [row["step"] for row in rows_of(tmp_path / "a") if row.get("eval_loss", 10) < 6] == [2, 4, 6]
     passes, norm, update = compiled  # forward and backward; the norm, which Python looks at; clipping and update
     assert "stage_function" in passes and "norm_of" in norm and "update" in update
 
