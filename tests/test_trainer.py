@@ -1,5 +1,6 @@
 """`Trainer`: a loop that belongs to the user."""
 
+import json
 import os
 import sys
 from functools import cache
@@ -18,6 +19,7 @@ from mindformers_core.files import lock_folder
 from mindformers_core.passes.thread_tape import custom_gradients
 from mindformers_core.recipe.loader import load_recipe
 from mindformers_core.recipe.sections import recipe_mesh
+from mindformers_core.trainer import records
 
 sys.path.insert(0, str(ROOT / "examples"))
 
@@ -53,6 +55,13 @@ def test_a_loop_of_the_users(tmp_path):
         load_recipe(ONE_RANK, ["evaluation.interval=1"])
     with pytest.raises(ValueError, match="evaluation.dataset.data_pth: unknown key .did you mean 'data_path'"):
         load_recipe(ONE_RANK, ["evaluation.interval=1", "evaluation.dataset={data_pth: a}"])
+
+
+def test_half_written_metrics_line_is_dropped_when_resuming(tmp_path):
+    rows = [{"step": step, "loss": 1.0 / step} for step in (1, 2, 3)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 4, "lo')
+    records.metrics_writer(str(tmp_path), after_step=2)({"step": 3, "loss": 9.0})
+    assert read_losses(str(tmp_path)) == {1: 1.0, 2: 0.5, 3: 9.0}
 
 
 LLAMA = str(ROOT / "configs" / "llama_tiny_pp.yaml")

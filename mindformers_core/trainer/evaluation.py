@@ -2,15 +2,15 @@
 
 import math
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from itertools import groupby
 
 import mindspore as ms
-import numpy as np
 
 from mindformers_core.data.datasets import dataset_of
+from mindformers_core.data.reading import batch_layouts, local_batch
 from mindformers_core.lazy_exports import import_object
 from mindformers_core.recipe.loader import evaluated
-from mindformers_core.recipe.pipeline import micro_batches_of_a_run
 from mindformers_core.scopes import errors_at, replaced
 from mindformers_core.sharding.sharded_cells import tree_of
 
@@ -42,7 +42,8 @@ class Evaluator:
 
     Args:
         recipe: the `Recipe`, with a section `evaluation`.
-        mesh, rank: the mesh, with the axes `MESH_AXES`, and this rank's number.
+        plan: the `BatchPlan` of a step.
+        rank: this rank's number.
         cells: from `build_cells`.
         forward: see `model_passes`.
         dataset: see `dataset_of`. Default: that of `evaluation.dataset`.
@@ -51,9 +52,10 @@ class Evaluator:
         ValueError, FileNotFoundError: there is no such dataset, or no such metric.
     """
 
-    def __init__(self, recipe, mesh, rank, cells, forward, dataset=None):
-        self._recipe, self._cells, self._forward = recipe, cells, forward
-        (self._place,), self._parts = mesh.coordinate(rank, ("dp",)), mesh.axis_size("dp")
+    def __init__(self, recipe, plan, rank, cells, forward, dataset=None):
+        self._recipe, self._plan, self._rank, self._cells, self._forward = recipe, plan, rank, cells, forward
+        self._layouts = batch_layouts(recipe, cells)
+        self._alike = [each.replace(dims=[_without_dp(dim) for dim in each.dims]) for each in self._layouts]
         with errors_at("evaluation.metrics: ", kinds=ValueError):
             self._metrics = [import_object(path, "metric") for path in recipe.evaluation.metrics]
         self._dataset = dataset_of(evaluated(recipe)) if dataset is None else dataset
@@ -64,28 +66,28 @@ class Evaluator:
         The Cells compute as for inference: nothing is dropped, no statistics change, and no gradients are kept.
         MindSpore's generator stays as it is.
         """
-        recipe, count = self._recipe, micro_batches_of_a_run(self._recipe)
-        form, passes = recipe.spec.loss, evaluation_passes(
-            recipe.evaluation.samples, recipe.training.local_batch_size // count, self._parts
-        )  # fmt: skip
+        section, plan, form = self._recipe.evaluation, self._plan, self._recipe.spec.loss
+        passes = evaluation_passes(section.samples, plan.size, plan.ranks)
         metrics, found = [Loss(form), *(metric() for metric in self._metrics)], []
         with inference(self._cells.values()):
             for (rows, is_alike), alike in groupby(passes, key=lambda each: each[1:]):
                 firsts = [first for first, *_ in alike]
-                for start in range(0, len(firsts), count):
-                    run = firsts[start : start + count]
+                for start in range(0, len(firsts), plan.micro_batches):
+                    run = firsts[start : start + plan.micro_batches]
                     results = self._forward([self._batch(first, rows, is_alike) for first in run])
-                    samples = rows * len(run) * (1 if is_alike else self._parts)
-                    found.append((results, samples, self._parts if is_alike and form == "sum" else 1))
+                    samples = rows * len(run) * (1 if is_alike else plan.ranks)
+                    found.append((results, samples, plan.ranks if is_alike and form == "sum" else 1))
         for results, samples, times in found:  # are read when all are computed
-            numbers = tuple(float(each.asnumpy()) / times for each in results if each.ndim == 0)
+            numbers = tuple(each.item() / times for each in results if each.ndim == 0)
             for metric in metrics:
                 metric.update(numbers, samples)
         return {f"eval_{name}": value for metric in metrics for name, value in metric.compute().items()}
 
     def _batch(self, first, rows, is_alike):
-        arrays = self._dataset.batch(first if is_alike else first + self._place * rows, rows)
-        return [ms.Tensor(np.ascontiguousarray(array)) for array in arrays]
+        """A rank's arrays of a pass over samples from the first one on."""
+        plan = replace(self._plan, samples=rows * (1 if is_alike else self._plan.ranks), size=rows, micro_batches=1)
+        plan, layouts = (replace(plan, ranks=1), self._alike) if is_alike else (plan, self._layouts)
+        return [ms.Tensor(array[0]) for array in local_batch(plan, layouts, self._rank, {}, self._dataset, first)]
 
 
 def evaluation_passes(samples, rows, parts):
@@ -102,6 +104,10 @@ def evaluation_passes(samples, rows, parts):
     own, left = divmod(rest, parts)
     passes += [(samples - rest, own, False)] if own else []
     return passes + [(first, min(rows, samples - first), True) for first in range(samples - left, samples, rows)]
+
+
+def _without_dp(axes):
+    return tuple(axis for axis in axes if axis != "dp")
 
 
 @contextmanager

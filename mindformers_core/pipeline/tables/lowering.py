@@ -48,15 +48,14 @@ def forward_only(table, count=None):
 
     `count`: of so many micro-batches, the first ones. Default: all.
     """
-    count = table.micro_batch_num if count is None else count
     orders = tuple(tuple(_forward_steps(order, count)) for order in table.orders)
-    return replace(table, orders=orders, micro_batch_num=count)
+    return replace(table, orders=orders, micro_batch_num=count or table.micro_batch_num)
 
 
 def _forward_steps(order, count):
     for step in order:
         parts = step.sub_steps or (step,)
-        if forward := [part for part in parts if part.type in FORWARD and part.micro_index < count]:
+        if forward := [part for part in parts if part.type in FORWARD and (count is None or part.micro_index < count)]:
             yield forward[0] if len(forward) == 1 else overlapped(*forward)
 
 
