@@ -34,7 +34,7 @@ def dataset_of(recipe):
     Raises:
         ValueError: a factory that can't be imported. TypeError: an object that is none of these. More: `open_dataset`.
     """
-    section, seed = recipe.train_dataset, recipe.training.seed
+    section, seed = recipe.train_dataset, recipe.data_seed
     if section.factory:
         dataset = _own(section.factory, "train_dataset.factory", section, recipe.model, seed)
         if not hasattr(dataset, "__getitem__"):

@@ -1,7 +1,7 @@
 """Checks of a recipe for keys that exclude each other. No MindSpore is called here."""
 
 from mindformers_core.recipe.pipeline import check_pipeline
-from mindformers_core.recipe.sections import batch_plan
+from mindformers_core.recipe.sections import batch_plan, dataset_layouts
 from mindformers_core.recompute.settings import check_compilable, check_gathers
 from mindformers_core.redistribution.quantities import named_device_model
 from mindformers_core.scopes import errors_at
@@ -82,6 +82,8 @@ def _check_data(recipe):
     given = [key for key in ("data_path", "sources", "factory") if getattr(dataset, key)]
     if len(given) > 1:
         raise ValueError(f"train_dataset.{given[1]}: train_dataset.{given[0]} is given, too: give one of them")
+    if recipe.spec.inputs:
+        dataset_layouts(dataset, recipe.spec.inputs)
     if dataset.factory:
         return
     if dataset.packing == "documents" and "positions" not in recipe.spec.inputs[2:3]:

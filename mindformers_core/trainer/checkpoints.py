@@ -57,7 +57,7 @@ def resume(job, checkpoint):
         if recipe.training.seed != state["seed"]:
             raise ValueError(
                 f"training.seed: {recipe.training.seed}, but the run of {checkpoint.folder} has {state['seed']}, and "
-                "its data and draws go on: take that, or checkpoint.no_load_optim=true, which begins anew"
+                "its draws go on: take that, or checkpoint.no_load_optim=true, which begins anew"
             )
         goes_on = recipe.train_dataset.on_change == "go_on"
         with errors_at(f"train_dataset: {checkpoint.folder}: "):
