@@ -231,9 +231,9 @@ def test_what_may_differ_where_a_checkpoint_is_loaded(recipe, tmp_path, capfd):
     for key, error in (
         (
             "train_dataset.seed=3",
-            r"train_dataset.seed: 3, but the run of .*/step_2 has 1, and its data and draws go on",
+            r"train_dataset: .*/step_2: the data aren't those of the run that goes on: seed is 3, was 1: take",
         ),
-        ("training.seed=3", r"training.seed: 3, but the run of .*/step_2 has 1, and its data and draws go on: take th"),
+        ("training.seed=3", r"training.seed: 3, but the run of .*/step_2 has 1, and its draws go on: take th"),
         ("model.num_hidden_layers=3", r".*has no model tensor 'blocks.2.weight' .*model.num_hidden_layers 3, not 2"),
     ):
         assert main([*command, key]) == 2

@@ -38,9 +38,8 @@ def dataset_of(recipe):
     if section.factory:
         dataset = _own(section.factory, "train_dataset.factory", section, recipe.model, seed)
         if not hasattr(dataset, "__getitem__"):
-            return OwnDataset(
-                InOrder(dataset) if hasattr(dataset, "create_tuple_iterator") else dataset, section.factory
-            )
+            stream = InOrder(dataset) if hasattr(dataset, "create_tuple_iterator") else dataset
+            return OwnDataset(stream, section.factory, seed)
         return Stream((Samples(dataset, section.factory),), Mixture((1,)), seed)
     return open_dataset(section, recipe.model, seed)
 
@@ -119,6 +118,7 @@ class OwnDataset:
 
     source: object
     factory: str
+    seed: int = 0
 
     def batch(self, first, count):
         """A tuple of NumPy arrays of `count` rows. Raises `DataError` for anything else."""
@@ -138,7 +138,7 @@ class OwnDataset:
 
     def state(self):
         """See `Stream.state`: what a user's dataset holds isn't known."""
-        return {"facts": {"factory": self.factory}}
+        return {"facts": {"factory": self.factory, "seed": self.seed}}
 
     def resumed(self, state, end, goes_on=False):
         """See `Stream.resumed`; the dataset is asked for samples from `end` on."""

@@ -70,7 +70,7 @@ def pipeline_passes(recipe, mesh, cells, loss_scale):
         return [each if isinstance(each, tuple) else (each,) for each in losses], gradients
 
     def forward(batches):
-        batches = [((first,), dict(zip(names, others, strict=True))) for first, *others in batches]
+        batches = [((first,), dict(zip(names, others))) for first, *others in batches]
         results = schedule.run_microbatches(batches, training=False)
         return results if isinstance(results, tuple) else (results,)
 
