@@ -88,11 +88,7 @@ def _kind(dtype):
 
 
 def _places(always, by_need, operands):
-    found = set(always)
-    for operand in operands:
-        if operand.needs:
-            found.update(by_need.get(operand.place, ()))
-    return found
+    return set(always).union(*(by_need.get(operand.place, ()) for operand in operands if operand.needs))
 
 
 NOTHING = SavedByOperator()
