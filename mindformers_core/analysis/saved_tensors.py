@@ -109,7 +109,7 @@ class _TraceBuilder:
         shapes = [layout.local_shape(value.shape) for value, layout in entry.produced]
         if isinstance(entry, CallPlan):
             trained = any(use.trainable for call in node.graph.calls() for use in call.parameters)
-            return self.own_gradient(key, tensors, tree_leaves(node.outputs), shapes, trained)
+            return self.own_gradient(key, tensors, node.made, shapes, trained)
         if entry.algorithm is not None:
             return self.distributed(key, entry, tensors)
         return self.operator(key, node, tensors, shapes)
@@ -140,7 +140,7 @@ class _TraceBuilder:
     def results(self, run, node, tensors, shapes):
         """Results of an operator as `LocalTensor`s: new memory, a view, or the input itself."""
         needs = facts_of(node.operator).gradient != NO_GRADIENT and any(tensor.requires_grad for tensor in tensors)
-        outputs = [(value, shape, needs) for value, shape in zip(tree_leaves(node.outputs), shapes)]
+        outputs = [(value, shape, needs) for value, shape in zip(node.made, shapes)]
         if not tensors or not outputs:
             return [self.made(run, *output) for output in outputs]
         base = tensors[0]
@@ -214,7 +214,7 @@ class _TraceBuilder:
         def part(node, steps, taken):
             if steps is not None:
                 return [self.steps(key, *taken, steps)]
-            return self.operator(key, node, taken, [value.shape for value in tree_leaves(node.outputs)])
+            return self.operator(key, node, taken, [value.shape for value in node.made])
 
         def constant(use):
             return _outside(use.value, use.value.shape, False)

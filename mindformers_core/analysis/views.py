@@ -2,7 +2,6 @@
 
 from mindformers_core.operators.registry import facts_of, rewritten
 from mindformers_core.operators.views import INPUT, INPUT_IF_CONTIGUOUS, INPUT_IF_OF_ITS_DTYPE, is_contiguous
-from mindformers_core.program.structure import tree_leaves
 
 
 def viewed(node, shape, strides, targets):
@@ -31,7 +30,7 @@ def is_cast_to_its_dtype(node):
     """Whether an operator is a cast to its input's own dtype: it returns the same object."""
     if _view_of(node) != INPUT_IF_OF_ITS_DTYPE:
         return False
-    return tree_leaves(node.outputs)[0].dtype == tree_leaves((node.args, node.kwargs))[0].dtype
+    return node.made[0].dtype == node.taken[0].dtype
 
 
 def _view_of(node):

@@ -57,14 +57,13 @@ def algorithm_graph(plan, rank):
         rank: for which rank. Graphs of different ranks differ in constants only.
 
     Returns:
-        A `CellGraph`. Its arguments are the operator's tensors, in the order of `tree_leaves((node.args,
-        node.kwargs))`; its result has the structure of `node.outputs`.
+        A `CellGraph`. Its arguments are the operator's tensors, in the order of `node.taken`; its result has the
+        structure of `node.outputs`.
 
     Raises:
         CaptureError: the algorithm looks at values.
     """
-    values = tree_leaves((plan.node.args, plan.node.kwargs))
-    metas = [tensor_meta(layout.local_shape(value.shape), value.dtype) for layout, value in zip(plan.inputs, values)]
+    metas = [tensor_meta(layout.local_shape(value.shape), value.dtype) for value, layout in plan.consumed]
     graph = capture(_Algorithm(plan, shard_context(plan, rank)), *metas)
     found = [value.shape for value in tree_leaves(graph.result)]
     expected = plan.local_shapes

@@ -139,9 +139,8 @@ class Report:
     def traffic(self):
         """Traffic of one rank in one step, see `total`."""
         times = self.micro_steps
-        return {key: (number * times, count * times) for key, (number, count) in self.root.traffic.items()} | (
-            self.stored_traffic
-        )
+        sent = {key: (number * times, count * times) for key, (number, count) in self.root.traffic.items()}
+        return sent | self.stored_traffic
 
 
 def make_report(plan, algorithm=None, activations=None, micro_steps=1, stored_traffic=None):

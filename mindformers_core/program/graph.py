@@ -40,8 +40,22 @@ class PrimitiveUse:
     inputs: int
 
 
+class _Node:
+    """Base of `OperatorNode` and `CallNode`: the Values that a node takes and makes, in order; some may come twice."""
+
+    @cached_property
+    def taken(self):
+        """Those among the arguments."""
+        return tree_leaves((self.args, self.kwargs))
+
+    @cached_property
+    def made(self):
+        """The outputs."""
+        return tree_leaves(self.outputs)
+
+
 @dataclass(frozen=True)
-class OperatorNode:
+class OperatorNode(_Node):
     """A call of one operator.
 
     Attributes:
@@ -67,7 +81,7 @@ class OperatorNode:
     @property
     def constant(self):
         """Whether all results depend on constants only."""
-        return all(value.constant for value in tree_leaves(self.outputs))
+        return all(value.constant for value in self.made)
 
     def __str__(self):
         mark = "  (constant)" if self.constant else ""
@@ -79,7 +93,7 @@ class OperatorNode:
 
 
 @dataclass(frozen=True)
-class CallNode:
+class CallNode(_Node):
     """A call of another Cell.
 
     Attributes:

@@ -12,14 +12,7 @@ from itertools import count
 
 from mindformers_core.grouping import grouped
 from mindformers_core.program.naming import assigned_names, snake_case
-from mindformers_core.program.plan import (
-    CallPlan,
-    Instruction,
-    Redistribution,
-    called_cells,
-    joined_path,
-    operators_in_order,
-)
+from mindformers_core.program.plan import CallPlan, Redistribution, called_cells, joined_path, operators_in_order
 from mindformers_core.redistribution.steps import STEP_KINDS
 
 _SUFFIXES = ("ExtView", "Ext", "View")
@@ -67,7 +60,7 @@ class OperatorName:
             In a Cell with several calls the pattern selects at most one operator of each call.
     """
 
-    place: Instruction
+    place: object
     path: str
     operator: str
     labels: tuple

@@ -56,7 +56,7 @@ class _Insertion:
             for key, layout in used:
                 self._ensure(key, layout)
             self.instructions.append(self._call(entry) if isinstance(entry, CallDecision) else entry)
-            for value in tree_leaves(entry.node.outputs):
+            for value in entry.node.made:
                 self.available[value.id] = {self.first[value.id]}
         for key, layout in results:
             self._ensure(key, layout)
@@ -132,14 +132,15 @@ class _Insertion:
         """The `CallPlan` of a call, after redistribution of its inputs."""
         node = entry.node
         if entry.decision is None:
-            inputs = tuple(self.run.replicated(value) for value in tree_leaves((node.args, node.kwargs)))
+            inputs = tuple(self.run.replicated(value) for value in node.taken)
             return CallPlan(node, inputs, entry.outputs, None)
         passed, lifted = {}, []
         for inner, outer in entry.keys.items():
             needs = entry.decision.required[inner]
             wanted = needs.entries({needs.first, *self.made_here.get(outer, ()), *self.available[outer]})
             if isinstance(inner, int):
-                passed[inner] = self._passed(wanted, needs, outer)
+                # an argument that the callee doesn't use in an available layout
+                passed[inner] = next((at for at in (needs.entry(), *wanted) if at in wanted), self.first[outer])
                 lifted += [(inner, layout) for layout in wanted if layout != passed[inner]]
             else:
                 stored = needs.first if isinstance(inner, str) else None
@@ -149,12 +150,6 @@ class _Insertion:
         plan = self.run.place(entry.decision, passed, tuple(lifted))
         layouts = {entry.keys[inner]: layout for inner, layout in passed.items()}
         keys = {value.id: key for key, value in self.values.items()}
-        inputs = tuple(layouts[keys.get(value.id, value.id)] for value in tree_leaves((node.args, node.kwargs)))
+        inputs = tuple(layouts[keys.get(value.id, value.id)] for value in node.taken)
         pairs = tuple((self._value(entry.keys[inner]), layout) for inner, layout in lifted)
         return CallPlan(node, inputs, entry.outputs, plan, pairs)
-
-    def _passed(self, wanted, needs, outer):
-        """The layout in which an argument is passed; an available one for an argument that the callee doesn't use."""
-        if not wanted:
-            return self.first[outer]
-        return needs.entry() if needs.entry() in wanted else wanted[0]
