@@ -113,6 +113,14 @@ def tree_of(cell):
     return tree_and_path(cell)[0]
 
 
+def own_class(cell):
+    """The class of a Cell before `shard()` changed it."""
+    if not isinstance(cell, ShardedCell):
+        return type(cell)
+    tree, path = tree_and_path(cell)
+    return tree.classes[path]
+
+
 class GeneratedCell(ShardedCell):
     """A Cell that runs generated programs: its methods of such names as `parallel_llama_mlp`."""
 

@@ -8,11 +8,11 @@ from mindspore import ops
 from mindformers_core.communication.world import process_state
 from mindformers_core.operators.signature import tensor_meta
 from mindformers_core.optimizers.adamw import AdamW
-from mindformers_core.passes.stage_function import own_class
 from mindformers_core.pipeline import PipelineScheduleMulti, PipelineStage
 from mindformers_core.recompute import recompute, swap
 from mindformers_core.sharding.inspecting import programs
 from mindformers_core.sharding.parameter_storage import computing_dtype
+from mindformers_core.sharding.sharded_cells import own_class
 from mindformers_core.tensor_parallel import jit, shard
 from mindformers_core.tensor_parallel.clipping import ClipByGlobalNorm
 from mindformers_core.trainer.data import micro_batch
