@@ -259,8 +259,7 @@ def bind_layout(declared, mesh, ndim=None, arriving=None, name="tensor"):
             raise ValueError(f"{name}: layout {declared!r} is on another mesh than {mesh!r}")
         if ndim is not None and declared.ndim > ndim:
             raise ValueError(f"{name}: layout {declared} has {declared.ndim} entries, but the tensor has {ndim} dims")
-        missing = 0 if ndim is None else ndim - declared.ndim
-        return declared.replace(dims=declared.dims + ((),) * missing) if missing else declared
+        return declared if ndim is None else declared.replace(dims=declared.dims + ((),) * (ndim - declared.ndim))
     if isinstance(declared, LayoutSpec):
         if mesh is None:
             raise ValueError(f"{name}: layout {declared} is on no mesh yet; give the mesh to bind it to")

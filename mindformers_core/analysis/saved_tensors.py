@@ -18,7 +18,7 @@ from mindformers_core.program.environment import follow
 from mindformers_core.program.plan import CallPlan, Redistribution
 from mindformers_core.program.structure import tree_leaves
 from mindformers_core.propagation.algorithms import through_algorithm
-from mindformers_core.redistribution.steps import EXTREMES, STEP_KINDS
+from mindformers_core.redistribution.steps import EXTREMES
 
 
 def traced(plan, known, dropped=frozenset(), on_host=frozenset(), algorithm=None, arguments_need=True):
@@ -180,7 +180,7 @@ class _TraceBuilder:
         for step in steps:
             run = Run(key, (tensor,))
             self.trace.runs.append(run)
-            kind = STEP_KINDS[step.kind].runs(step.op)[0]
+            kind, _ = step.forward
             views = {"identity": tensor.is_view, "slice": True}
             strides = tensor.strides
             if step.to_shape is not None:

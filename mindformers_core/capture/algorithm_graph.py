@@ -13,7 +13,7 @@ from mindformers_core.algorithms.shard_context import shard_context
 from mindformers_core.capture.capture import capture
 from mindformers_core.operators import tensor_meta
 from mindformers_core.program.structure import tree_leaves, tree_map
-from mindformers_core.propagation.operators import call_shapes
+from mindformers_core.propagation.operators import local_signature
 from mindformers_core.redistribution import plan_redistribution
 
 
@@ -85,9 +85,8 @@ class _Algorithm(nn.Cell):
         self.plan, self.cut = plan, cut
 
     def construct(self, *tensors):
-        self.recorder = tensors[0].recorder
-        hooks = {"redistribute": self._move, "run_step": self._step}
-        cut = replace(self.cut, **hooks, next_random_state=self.recorder.random_state)
+        self.recorder = recorder = tensors[0].recorder
+        cut = replace(self.cut, redistribute=self._move, run_step=self._step, next_random_state=recorder.random_state)
         return run_locally(self.plan, tensors, self._operator, cut)
 
     def _move(self, local, source, target):
@@ -105,7 +104,7 @@ class _Algorithm(nn.Cell):
     def _operator(self, args, kwargs):
         """The operator of the plan; the algorithm may have changed its attributes, which are among the arguments."""
         node = self.plan.node
-        shapes = iter(call_shapes(node, *tree_map(meta_of, (args, kwargs))))
+        shapes = iter(local_signature(node, *tree_map(meta_of, (args, kwargs))).output_shapes)
         outputs = tree_map(lambda value: self.recorder.meta(next(shapes), value.dtype), node.outputs)
         node = called_node(node, args)
         args, kwargs = self.recorder.stand_in((args, kwargs))

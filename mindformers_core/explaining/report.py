@@ -204,9 +204,7 @@ def _names(graph):
         for place, value in enumerate(values):
             names.setdefault(value.id, name if values == [structure] else f"{name}.{place}")
     names |= {use.value.id: use.local or use.path for use in graph.parameters}
-    for constant in graph.constants:
-        names[constant.value.id] = constant.local or constant.path or f"constant %{constant.value.id}"
-    return names
+    return names | {use.value.id: use.local or use.path or f"constant {use.value}" for use in graph.constants}
 
 
 def _tensor(value, layout, names):

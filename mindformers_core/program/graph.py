@@ -10,7 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
-from mindformers_core.program.structure import Value, canonical, described, shown, shown_arguments, tree_leaves
+from mindformers_core.program.structure import Node, Value, canonical, described, shown, shown_arguments, tree_leaves
 
 
 def cell_label(path, cell):
@@ -40,22 +40,8 @@ class PrimitiveUse:
     inputs: int
 
 
-class _Node:
-    """Base of `OperatorNode` and `CallNode`: the Values that a node takes and makes, in order; some may come twice."""
-
-    @cached_property
-    def taken(self):
-        """Those among the arguments."""
-        return tree_leaves((self.args, self.kwargs))
-
-    @cached_property
-    def made(self):
-        """The outputs."""
-        return tree_leaves(self.outputs)
-
-
 @dataclass(frozen=True)
-class OperatorNode(_Node):
+class OperatorNode(Node):
     """A call of one operator.
 
     Attributes:
@@ -93,7 +79,7 @@ class OperatorNode(_Node):
 
 
 @dataclass(frozen=True)
-class CallNode(_Node):
+class CallNode(Node):
     """A call of another Cell.
 
     Attributes:

@@ -13,7 +13,6 @@ from itertools import count
 from mindformers_core.grouping import grouped
 from mindformers_core.program.naming import assigned_names, snake_case
 from mindformers_core.program.plan import CallPlan, Redistribution, called_cells, joined_path, operators_in_order
-from mindformers_core.redistribution.steps import STEP_KINDS
 
 _SUFFIXES = ("ExtView", "Ext", "View")
 _CASTS = ("ToDtype", "TypeAs")
@@ -119,7 +118,7 @@ def _named(plan):
     for place in operators_in_order(plan):
         entry = place.entry
         if isinstance(entry, Redistribution):
-            steps = _work(entry)
+            steps = [step.forward[0] for step in entry.steps if step.forward[0] not in ("identity", "view")]
             if steps:
                 yield OperatorName(place, place.path, "+".join(steps), _labels(["+".join(steps), *steps]))
         elif not isinstance(entry, CallPlan):
@@ -128,12 +127,6 @@ def _named(plan):
             operator = entry.node.operator
             assigned = variables[place.plan][id(entry.node)]
             yield OperatorName(place, place.path, operator, _labels([friendly_name(operator), operator], assigned))
-
-
-def _work(move):
-    """The names of a redistribution's steps that do work on a rank."""
-    runs = [STEP_KINDS[step.kind].runs(step.op)[0] for step in move.steps]
-    return [name for name in runs if name not in ("identity", "view")]
 
 
 def _variables(graph, callers):

@@ -148,9 +148,8 @@ def _gathered_once(decision):
 
 def _can_improve(run, entry, call):
     """Whether an entry is a call that lookahead changes."""
-    if not isinstance(entry, CallDecision) or entry.decision is None:
-        return False
-    return run.improved(entry.node.graph, call) is not entry.decision
+    decision = getattr(entry, "decision", None)
+    return decision is not None and run.improved(entry.node.graph, call) is not decision
 
 
 def _moves_to_save(run, decision, producers):

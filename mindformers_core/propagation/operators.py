@@ -24,7 +24,7 @@ def operator_signature(node):
     if not values:
         return whole_signature((), [value.shape for value in outputs])
     metas = [tensor_meta(value.shape, value.dtype, None, value.constant) for value in values]
-    signature = _signature_of(node, *tree_fill((node.args, node.kwargs), metas))
+    signature = local_signature(node, *tree_fill((node.args, node.kwargs), metas))
     predicted = signature.output_shapes
     if predicted != [value.shape for value in outputs]:
         made = ", ".join(value.described for value in outputs)
@@ -39,15 +39,11 @@ def local_call_shapes(plan):
     arguments = node.args, node.kwargs
     if plan.signature.local.localize is not None:  # else a wrong plan may have no local shapes
         arguments = plan.signature.local.localized(*arguments, plan.local_shapes)
-    return call_shapes(node, *tree_fill(arguments, metas, TENSORS))
+    return local_signature(node, *tree_fill(arguments, metas, TENSORS)).output_shapes
 
 
-def call_shapes(node, args, kwargs):
-    """The output shapes of a node's operator for other arguments, by its rule; `TensorMeta`s stand for tensors."""
-    return _signature_of(node, args, kwargs).output_shapes
-
-
-def _signature_of(node, args, kwargs):
+def local_signature(node, args, kwargs):
+    """The `Signature` of a node's operator for other arguments, by its rule; `TensorMeta`s stand for tensors."""
     attributes = node.primitive.attributes if node.primitive is not None else {}
     shapes = [value.shape for value in node.made]
     return signature_of(node.operator, args, kwargs | rule_attributes(node.operator, attributes), shapes)

@@ -76,13 +76,9 @@ class DeviceModel:
     @lru_cache(maxsize=4096)  # noqa: B019  (a frozen value, of which there are few)
     def on_mesh(self, mesh):
         """This model with the `Link` of its level for each axis of a `DeviceMesh` that has none of its own yet."""
-        links = {}
-        for axis in mesh.axis_names:
-            ranks = mesh.group(mesh.rank_list[0], (axis,))
-            reach = max(ranks) - min(ranks) + 1
-            for size, link in self.levels:
-                if reach > size:
-                    links[axis] = link
+        groups = {axis: mesh.group(mesh.rank_list[0], (axis,)) for axis in mesh.axis_names}
+        reach = {axis: max(ranks) - min(ranks) + 1 for axis, ranks in groups.items()}
+        links = {axis: link for axis in groups for size, link in self.levels if reach[axis] > size}
         return self.with_links(**(links | dict(self.axis_links))) if links else self
 
     def link_over(self, axes):
