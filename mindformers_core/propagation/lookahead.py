@@ -130,20 +130,13 @@ def _candidates(run, decision, choices, tried):
 
 def _gathered_once(decision):
     """Of each tensor that several algorithms take: choices by which operators take it whole, from one gather."""
-    taken = grouped(
-        ((pair, "gathered once"), place)
-        for place, (entry, used) in enumerate(zip(decision.entries, decision.used))
-        for pair in used[:1]
-        if not isinstance(entry, CallDecision) and entry.algorithm is not None
-    )
-    for key, places in taken.items():
-        if len(places) > 1:
-            ways = [
-                [way for way in alternatives(decision.calls[place]) if way.algorithm[0] is None] for place in places
-            ]
-            if all(ways):
-                best = [min(each, key=_order).choice for each in ways]
-                yield key, dict(zip(places, best))
+    entries = enumerate(zip(decision.entries, decision.used))
+    taken = grouped((used[0], place) for place, (entry, used) in entries if used and getattr(entry, "algorithm", None))
+    for tensor, places in taken.items():
+        calls = [decision.calls[place] for place in places] if len(places) > 1 else []
+        ways = [[way for way in alternatives(call) if way.algorithm[0] is None] for call in calls]
+        if ways and all(ways):
+            yield (tensor, "gathered once"), {place: min(each, key=_order).choice for place, each in zip(places, ways)}
 
 
 def _can_improve(run, entry, call):
