@@ -33,10 +33,10 @@ class _Insertion:
         self.run = run
         self.decision = decision
         self.first = {key: passed.get(key, required.first) for key, required in decision.required.items()}
-        self.available = {}  # key -> layouts; empty for a tensor without any so far
-        for key in (*passed, *decision.graph.uses.parameters):
-            self.available[key] = {self.first[key]}
-        self.available |= {key: set() for key in decision.graph.uses.free_variables}
+        uses, constants = decision.graph.uses, [use.value.id for use in decision.graph.constants]
+        # key -> layouts; empty for a tensor without any so far
+        self.available = {key: {self.first[key]} for key in (*passed, *uses.parameters, *constants)}
+        self.available |= {key: set() for key in uses.free_variables}
         for key, layout in lifted:
             self.first[key] = self.first[key] if self.available[key] else layout
             self.available[key].add(layout)
@@ -49,8 +49,6 @@ class _Insertion:
         """See `insert_redistributions`."""
         graph = self.decision.graph
         lifted = tuple((self._value(key), layout) for key, layout in self.lifted)
-        for constant in graph.constants:
-            self.available[constant.value.id] = {self.first[constant.value.id]}
         *steps, results = self.decision.used
         for entry, used in zip(self.decision.entries, steps, strict=True):
             for key, layout in used:
