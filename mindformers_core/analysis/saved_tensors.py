@@ -35,10 +35,8 @@ def traced(plan, known, dropped=frozenset(), on_host=frozenset(), algorithm=None
     Raises:
         ValueError: an operator has a distributed algorithm, and `algorithm` is None.
     """
-    given = {}
-    for value in tree_leaves(plan.graph.arguments):
-        layout = plan.layouts[value.id]
-        given[value.id, layout] = _outside(value, layout.local_shape(value.shape), arguments_need)
+    tensors = [(value, plan.layouts[value.id]) for value in tree_leaves(plan.graph.arguments)]
+    given = {(value.id, at): _outside(value, at.local_shape(value.shape), arguments_need) for value, at in tensors}
     trace = ForwardTrace(frozenset(dropped))
     _TraceBuilder(trace, algorithm, known, frozenset(on_host)).plan(plan, given, ())
     return trace

@@ -14,7 +14,7 @@ from mindformers_core.grouping import grouped
 from mindformers_core.program.naming import assigned_names, snake_case
 from mindformers_core.program.plan import CallPlan, Redistribution, called_cells, joined_path, operators_in_order
 
-_SUFFIXES = ("ExtView", "Ext", "View")
+_SUFFIX = re.compile(r"(?<=.)(ExtView|Ext|View)$")
 _CASTS = ("ToDtype", "TypeAs")
 _ALSO_CALLED = {"Dense": "MatMul"}  # in a call without another operator of this name
 _UNTYPABLE = re.compile(r"[\s\[\],/*?]")  # characters that a pattern can't contain literally
@@ -97,12 +97,7 @@ def operator_texts(plan, path=""):
 
 def friendly_name(operator):
     """An operator's name without suffix: `MatMulExt` is `MatMul`, `TransposeExtView` `Transpose`, `x.astype` `Cast`."""
-    if operator in _CASTS:
-        return "Cast"
-    for suffix in _SUFFIXES:
-        if operator.endswith(suffix) and operator != suffix:
-            return operator.removesuffix(suffix)
-    return operator
+    return "Cast" if operator in _CASTS else _SUFFIX.sub("", operator)
 
 
 def plain_name(operator):

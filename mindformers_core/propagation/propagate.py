@@ -19,12 +19,11 @@ stated order of priorities, follow OpenXLA Shardy.
 
 from mindformers_core.grouping import grouped
 from mindformers_core.layout import Layout
-from mindformers_core.operators.signature import is_float
 from mindformers_core.program.free_variables import lambda_lift
 from mindformers_core.program.structure import tree_leaves
 from mindformers_core.propagation.algorithms import algorithm_steps
 from mindformers_core.propagation.boundaries import Declaration
-from mindformers_core.propagation.decide import FLOWS, NOTHING, decide_plan
+from mindformers_core.propagation.decide import decide_plan, gradient_flow
 from mindformers_core.propagation.insertion import insert_redistributions
 from mindformers_core.propagation.lookahead import improve
 from mindformers_core.propagation.operators import operator_plan, operator_signature
@@ -142,9 +141,8 @@ class Propagation:
 
     def decide_root(self, graph, layouts, final):
         """The `Decision` for the root, whose inputs may require gradients, but depend on no trained parameter."""
-        arguments = {}
-        for value in tree_leaves(graph.arguments):
-            arguments[value.id] = layouts[value.id], FLOWS if is_float(value.dtype) else NOTHING, False
+        values = tree_leaves(graph.arguments)
+        arguments = {value.id: (layouts[value.id], gradient_flow(value), False) for value in values}
         self.weight_axes -= {axis for layout, _, _ in arguments.values() for axis in layout.cut_axes}
         return self.improved(graph, arguments, final)
 
