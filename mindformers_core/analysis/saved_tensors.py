@@ -129,7 +129,7 @@ class _TraceBuilder:
             if row.as_they_are or not tensor.is_view or tensor.has_handle:
                 run.saved.append(tensor)
             else:
-                run.internal.append(self.memory(key, tensor.nbytes, view=tensor.source))
+                run.internal.append(self.memory(key, operand.nbytes, view=tensor.source))
         run.saved.extend(results[result] for result in row.kept_outputs([*operands], [*results]))
         sizes = row.internal_sizes([*operands], [*results])
         run.internal.extend(self.memory(key, nbytes) for nbytes in sizes)
