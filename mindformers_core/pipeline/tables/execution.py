@@ -2,8 +2,8 @@
 
 from typing import NamedTuple
 
-from mindformers_core.pipeline.tables.dependencies import COMPUTE, OTHER_ENDS, SENDS, plain_steps
-from mindformers_core.pipeline.tables.step import MetaStep
+from mindformers_core.pipeline.tables.dependencies import COMPUTE, SENDS, plain_steps
+from mindformers_core.pipeline.tables.step import OTHER_ENDS, MetaStep
 
 
 class Span(NamedTuple):

@@ -27,6 +27,12 @@ class MetaStepType(IntEnum):
     OVERLAP = 8
 
 
+OTHER_ENDS = {  # type of a send or receive -> type of the step at the other end, and its stage minus this one's
+    MetaStepType.FWD_SEND: (MetaStepType.FWD_RECV, 1),
+    MetaStepType.FWD_RECV: (MetaStepType.FWD_SEND, -1),
+    MetaStepType.BWD_SEND: (MetaStepType.BWD_RECV, -1),
+    MetaStepType.BWD_RECV: (MetaStepType.BWD_SEND, 1),
+}
 _LETTERS = ("F", "B", "I", "W", "RF", "SF", "RB", "SB")  # by the type's number; an OVERLAP is its parts, joined by +
 _TYPES = {letters: MetaStepType(number) for number, letters in enumerate(_LETTERS)}
 _TEXT = re.compile(r"([A-Z]+)(\d+)@(\d+)")
@@ -51,6 +57,12 @@ class MetaStep(NamedTuple):
         if self.type == MetaStepType.OVERLAP:
             return "+".join(map(str, self.sub_steps))
         return f"{_LETTERS[self.type]}{self.micro_index}@{self.stage_index}"
+
+    @property
+    def other_end(self):
+        """The receiving step of a sending one, and the sending step of a receiving one."""
+        kind, distance = OTHER_ENDS[self.type]
+        return MetaStep(self.micro_index, kind, self.stage_index + distance)
 
 
 def overlapped(*steps):
