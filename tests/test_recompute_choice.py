@@ -11,7 +11,7 @@ from mindformers_core.program.plan import operators_in_order
 from mindformers_core.program.producers import links_of
 from mindformers_core.propagation.propagate import propagate
 from mindformers_core.recompute.budget import choice_within
-from mindformers_core.recompute.selection import NamedProgram, recomputed_keys
+from mindformers_core.recompute.selection import NamedProgram
 from mindformers_core.recompute.settings import RecomputeSettings
 
 LAYERS = ("model.layers.0", "model.layers.1")
@@ -56,7 +56,7 @@ def test_cheap_operators_go_first(llama):
 def test_no_worse_than_by_hand(llama, name):
     plan, prediction, prices = llama
     layers = {number: [path] for number, path in enumerate(LAYERS)}
-    dropped = frozenset(recomputed_keys(RecomputeSettings(**BY_HAND[name]), NamedProgram(plan, layers=layers)))
+    dropped = frozenset(NamedProgram(plan, layers=layers).recomputed(RecomputeSettings(**BY_HAND[name])))
     nbytes, seconds = prediction.saved_bytes(dropped), sum(map(prices.get, prediction.recomputed(dropped)))
     whole = prediction.saved_bytes()
     assert seconds > 0 and (nbytes < whole) == (name not in WITHOUT_GAIN)

@@ -8,7 +8,6 @@ from mindformers_core.hints import nearest
 from mindformers_core.program.name_ranges import cells_together, quoted
 from mindformers_core.recompute.budget import out_of_reach
 from mindformers_core.recompute.patterns import Found, check_found, match, what_is_there
-from mindformers_core.recompute.selection import asked_keys
 from mindformers_core.scopes import errors_at
 
 _SHOWN = 5  # Cells in an error
@@ -29,9 +28,9 @@ def stage_summary(settings, swapping, layers, paths=(), program=None):
     numbered = [[number, path] for number in sorted(layers) for path in layers[number]]
     summary = {"layers": numbered, "paths": list(paths), "found": None, "chosen": None, "short": None}
     if program is not None:
-        requests, chosen = (*settings.requests, *swapping.requests), asked_keys("recompute", settings, program)
+        requests, chosen = (*settings.requests, *swapping.requests), program.asked("recompute", settings)
         summary["found"] = {_name_of(each): [program.match(each).found, bool(program.keys(each))] for each in requests}
-        summary["chosen"] = [len(chosen), len(chosen - asked_keys("exclude", settings, program))]
+        summary["chosen"] = [len(chosen), len(chosen - program.asked("exclude", settings))]
     return summary
 
 
