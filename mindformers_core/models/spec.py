@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields, is_dataclass
 from types import MappingProxyType
 
-from mindformers_core.hints import nearest
+from mindformers_core.hints import check_loss, nearest
 from mindformers_core.lazy_exports import import_object
 from mindformers_core.models.configuration import LlamaConfig
 from mindformers_core.operators.signature import tensor_meta
@@ -93,8 +93,7 @@ class ModelSpec:
     hugging_face: HuggingFaceFormat | None = None
 
     def __post_init__(self):
-        if self.loss not in ("mean", "sum"):
-            raise ValueError(f'ModelSpec.loss: {self.loss!r} should be "mean" or "sum"')
+        check_loss(self.loss, "ModelSpec")
         for name in ("boundary", "tied", "divided"):
             if not callable(value := getattr(self, name)) and value is not None:
                 raise TypeError(f"ModelSpec.{name}: {value!r} should be a function, as {name}=lambda config: …")
