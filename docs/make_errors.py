@@ -172,7 +172,7 @@ def execute(name, source, names):
 
 def command_line(command):
     """`python -m mindformers_core …` without a new process; `(telling lines, exit code)`."""
-    from mindformers_core.trainer.command_line import main as train_or_compare
+    from mindformers_core.commands.command_line import main as train_or_compare
 
     words = shlex.split(command)
     assert words[:3] == COMMAND_LINE, command

@@ -1,4 +1,4 @@
-"""Writes docs/recipe.md, all keys of a recipe, from the typed sections of `trainer/recipe.py`.
+"""Writes docs/recipe.md, all keys of a recipe, from the typed sections of `recipe/sections.py`.
 
 python docs/make_recipe.py
 """
@@ -11,14 +11,14 @@ import typing
 from pathlib import Path
 
 from mindformers_core.models.spec import DEFAULT_MODEL
-from mindformers_core.trainer.recipe import Recipe
+from mindformers_core.recipe.sections import Recipe
 
 __all__ = ["PAGE", "page"]
 
 PAGE = Path(__file__).resolve().parent / "recipe.md"
 HEAD = """# All keys of a recipe
 
-Made by `python docs/make_recipe.py` from the typed sections in `trainer/recipe.py`; a test holds it to them. A recipe
+Made by `python docs/make_recipe.py` from the typed sections in `recipe/sections.py`; a test holds it to them. A recipe
 is a YAML file of these sections; any key can be given on the command line, too: `section.key=value`. Keys without a
 default have to be given.
 """

@@ -12,12 +12,12 @@ import mindspore as ms
 from page_blocks import filled
 
 from mindformers_core.communication import init_distributed, shutdown, world
+from mindformers_core.data.datasets import open_dataset
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.models import LlamaForCausalLM
+from mindformers_core.recipe.loader import load_recipe
+from mindformers_core.recipe.sections import MESH_AXES, mesh_shape
 from mindformers_core.tensor_parallel import shard
-from mindformers_core.trainer.data import open_dataset
-from mindformers_core.trainer.recipe import MESH_AXES, mesh_shape
-from mindformers_core.trainer.recipe_loader import load_recipe
 from mindformers_core.trainer.training_loop import begin_job, train_step
 from mindformers_core.zero import MixedPrecision, hsdp, memory_report
 

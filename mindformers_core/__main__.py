@@ -1,8 +1,8 @@
-"""`python -m mindformers_core`: the command line of `mindformers_core.trainer`."""
+"""`python -m mindformers_core`: the command line."""
 
 import sys
 
-from mindformers_core.trainer.command_line import main
+from mindformers_core.commands.command_line import main
 
 if __name__ == "__main__":
     sys.exit(main())

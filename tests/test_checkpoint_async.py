@@ -19,8 +19,8 @@ from mindformers_core.checkpoint.parts import Ranks
 from mindformers_core.checkpoint.save import SaveError
 from mindformers_core.layout import Layout
 from mindformers_core.mesh import DeviceMesh
+from mindformers_core.recipe.loader import load_recipe
 from mindformers_core.trainer import training_loop
-from mindformers_core.trainer.recipe_loader import load_recipe
 
 ORPHAN = """
 import sys

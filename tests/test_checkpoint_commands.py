@@ -12,10 +12,10 @@ from test_training_loop import ONE_RANK, SMALL
 
 from mindformers_core.checkpoint.load import check_checksums, open_checkpoint
 from mindformers_core.checkpoint.mindspore_files import read_ckpt, write_ckpt
+from mindformers_core.commands.command_line import main
 from mindformers_core.models.spec import MODELS
+from mindformers_core.recipe.loader import load_recipe
 from mindformers_core.trainer import training_loop
-from mindformers_core.trainer.command_line import main
-from mindformers_core.trainer.recipe_loader import load_recipe
 
 STATE = b'{"format": 1, "step": 5, "consumed": 40, "seed": 7, "loss_scale": null}'
 TABLE = """\

@@ -12,11 +12,11 @@ from support.hugging_face_llama import CONFIG, NEWER, weights, write_folder
 
 from mindformers_core.checkpoint.hugging_face import check_config, config_document, model_section, tensor_name
 from mindformers_core.checkpoint.index import place_tensors
+from mindformers_core.commands.diffing import run_simulated
 from mindformers_core.models.configuration import LlamaConfig
 from mindformers_core.models.spec import MODELS, HuggingFaceFormat, ModelSpec
+from mindformers_core.recipe.loader import load_recipe
 from mindformers_core.trainer.checkpoints import open_source, save_job
-from mindformers_core.trainer.diffing import run_simulated
-from mindformers_core.trainer.recipe_loader import load_recipe
 
 RECIPE = str(Path(__file__).parent.parent / "configs" / "llama_tiny_pp.yaml")
 LLAMA, KEYS = MODELS["llama"], MODELS["llama"].hugging_face.keys[:-1]

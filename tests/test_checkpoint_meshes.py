@@ -16,10 +16,10 @@ from mindformers_core.checkpoint.load import load, open_checkpoint
 from mindformers_core.checkpoint.parts import Ranks
 from mindformers_core.checkpoint.regions import inside, whole
 from mindformers_core.checkpoint.tensors import fill_parameter, model_parts, optimizer_parts
+from mindformers_core.commands.diffing import run_simulated
 from mindformers_core.communication.messages import gather_values
+from mindformers_core.recipe.loader import load_recipe
 from mindformers_core.trainer.checkpoints import save_job
-from mindformers_core.trainer.diffing import run_simulated
-from mindformers_core.trainer.recipe_loader import load_recipe
 
 pytestmark = pytest.mark.ranks
 RECIPE = str(Path(__file__).parent.parent / "configs" / "llama_tiny_pp.yaml")

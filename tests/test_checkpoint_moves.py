@@ -17,7 +17,7 @@ from mindformers_core.checkpoint.save import save
 from mindformers_core.checkpoint.tensors import fill_parameter, model_parts, optimizer_parts
 from mindformers_core.optimizers.adamw import AdamW
 from mindformers_core.optimizers.lamb import Lamb
-from mindformers_core.trainer.recipe import Optimizer
+from mindformers_core.recipe.sections import Optimizer
 
 
 def parts_in(layout, shape):

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from mindformers_core.trainer.command_line import main
-from mindformers_core.trainer.compare import fall, largest_difference, read_losses
+from mindformers_core.commands.command_line import main
+from mindformers_core.commands.compare import fall, largest_difference, read_losses
 
 
 def write_run(folder, losses):

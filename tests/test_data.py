@@ -6,9 +6,9 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
+from mindformers_core.data.datasets import TokenDataset, local_batch, open_dataset, text_files
 from mindformers_core.models import LlamaConfig
-from mindformers_core.trainer.data import TokenDataset, local_batch, open_dataset, text_files
-from mindformers_core.trainer.recipe import Parallelism, Recipe, TrainDataset, Training, recipe_mesh
+from mindformers_core.recipe.sections import Parallelism, Recipe, TrainDataset, Training, recipe_mesh
 
 
 def make_dataset(count=101, seq_length=4, seed=1):

@@ -3,9 +3,9 @@
 import pytest
 
 from mindformers_core.mesh import init_device_mesh
+from mindformers_core.recipe.loader import load_recipe
 from mindformers_core.redistribution import GPU
 from mindformers_core.redistribution.quantities import device_model_of, named_device_model
-from mindformers_core.trainer.recipe_loader import load_recipe
 
 SMALL = {
     "name": "pair", "operations_per_second": "50 GFLOP/s", "launch": "20 us",

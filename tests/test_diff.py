@@ -12,6 +12,8 @@ from support.diff_runs import DP, PP, RECIPE, TINY, TP, Planted, recorded, scale
 from support.simulated_ranks import distribute
 
 from mindformers_core import init_device_mesh, shard
+from mindformers_core.commands.command_line import main
+from mindformers_core.commands.diffing import run_simulated
 from mindformers_core.communication.world import process_state
 from mindformers_core.diff.digests import COLUMNS, PROJECTIONS, digest, distance, norm_of, sign
 from mindformers_core.diff.parting import part
@@ -21,9 +23,7 @@ from mindformers_core.diff.runs import Run, assembled, layout_text, write_rows, 
 from mindformers_core.layout import Layout, layout
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.program.observer import Observer
-from mindformers_core.trainer.command_line import main
-from mindformers_core.trainer.diffing import run_simulated
-from mindformers_core.trainer.recipe_loader import load_recipe
+from mindformers_core.recipe.loader import load_recipe
 
 MESH = DeviceMesh((2, 3, 2), ("dp", "cp", "tp"))
 

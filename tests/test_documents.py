@@ -11,10 +11,10 @@ from support.launch import ROOT
 
 from mindformers_core import explain
 from mindformers_core.communication import shutdown
+from mindformers_core.data.datasets import open_dataset
+from mindformers_core.recipe.loader import load_recipe
+from mindformers_core.recipe.sections import accumulation_steps, mesh_shape
 from mindformers_core.sharding.plan_passes import PASSES
-from mindformers_core.trainer.data import open_dataset
-from mindformers_core.trainer.recipe import accumulation_steps, mesh_shape
-from mindformers_core.trainer.recipe_loader import load_recipe
 
 # docs/errors.md is left out: it names wrong paths on purpose, and has a test of its own
 DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")]

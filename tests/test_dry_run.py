@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from mindformers_core.commands.command_line import main
+from mindformers_core.commands.dry_run import ParameterFact, RankFacts, report
 from mindformers_core.communication import shutdown
-from mindformers_core.trainer.command_line import main
-from mindformers_core.trainer.dry_run import ParameterFact, RankFacts, report
 
 ROOT = Path(__file__).parent.parent
 # prints the largest resident set in KiB after the command has run
 MEASURED = (
-    "import resource, sys; from mindformers_core.trainer.command_line import main; code = main(sys.argv[1:]); "
+    "import resource, sys; from mindformers_core.commands.command_line import main; code = main(sys.argv[1:]); "
     "print('KiB', resource.getrusage(resource.RUSAGE_SELF).ru_maxrss); sys.exit(code)"
 )
 

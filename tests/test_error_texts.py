@@ -15,11 +15,11 @@ from mindformers_core.mesh import DeviceMesh
 from mindformers_core.models import LlamaConfig
 from mindformers_core.operators import signature_of, tensor_meta
 from mindformers_core.pipeline import split_layers
+from mindformers_core.recipe.loader import load_recipe
 from mindformers_core.recompute.settings import RecomputeSettings, SwapSettings
 from mindformers_core.redistribution.quantities import device_model_of
 from mindformers_core.serving.sampling import Sampling
 from mindformers_core.tensor_parallel.splitting import split_layer
-from mindformers_core.trainer.recipe_loader import load_recipe
 from mindformers_core.zero.buckets import parse_comm_fusion
 
 GROUPS = yaml.safe_load((Path(__file__).parent / "error_texts.yaml").read_text("utf-8"))

@@ -24,9 +24,9 @@ from support.small_generation import (
 from mindformers_core.communication.simulated import SimulatedRanks
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.passes.thread_tape import custom_gradients
+from mindformers_core.recipe.sections import Parallelism, recipe_mesh
 from mindformers_core.serving.prompts import padded
 from mindformers_core.sharding.inspecting import programs
-from mindformers_core.trainer.recipe import Parallelism, recipe_mesh
 from mindformers_core.verification import verify
 
 

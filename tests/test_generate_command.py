@@ -23,18 +23,18 @@ from support.small_generation import (
     train,
 )
 
+from mindformers_core.commands import generating
+from mindformers_core.commands.command_line import main
+from mindformers_core.commands.generating import continue_prompts, generate, make_generator, read_prompts
 from mindformers_core.communication.simulated import SimulatedRanks
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.models.spec import ModelSpec
+from mindformers_core.recipe.sections import Parallelism, recipe_mesh
 from mindformers_core.serving.generator import Generator
 from mindformers_core.serving.predict import infer_predict_layout, load_distributed_checkpoint
 from mindformers_core.serving.prompts import encode_prompts, tokens_of
 from mindformers_core.serving.sampling import Sampling, next_tokens
 from mindformers_core.tensor_parallel import shard
-from mindformers_core.trainer import generating
-from mindformers_core.trainer.command_line import main
-from mindformers_core.trainer.generating import continue_prompts, generate, make_generator, read_prompts
-from mindformers_core.trainer.recipe import Parallelism, recipe_mesh
 
 
 @pytest.fixture(scope="module")

@@ -15,16 +15,16 @@ from safetensors.numpy import load_file
 from support.small_generation import GREEDY, RECIPE, mesh
 
 from mindformers_core.checkpoint.hugging_face import model_section
+from mindformers_core.commands.generating import make_generator
 from mindformers_core.communication.simulated import SimulatedRanks
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.models.spec import MODELS
 from mindformers_core.passes.thread_tape import custom_gradients
+from mindformers_core.recipe.loader import load_recipe
+from mindformers_core.recipe.sections import Parallelism, recipe_mesh
 from mindformers_core.serving.predict import load_distributed_checkpoint
 from mindformers_core.tensor_parallel import shard
 from mindformers_core.trainer.checkpoints import open_source, save_job
-from mindformers_core.trainer.generating import make_generator
-from mindformers_core.trainer.recipe import Parallelism, recipe_mesh
-from mindformers_core.trainer.recipe_loader import load_recipe
 from mindformers_core.trainer.training_loop import begin_job, train_step
 
 GOLDEN = Path(__file__).parent / "golden"

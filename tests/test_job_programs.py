@@ -6,14 +6,14 @@ from mindspore import Tensor
 from support.small_pipelines import Counted, Scale, array, pipeline
 from test_training_loop import ONE_RANK, SMALL
 
+from mindformers_core.commands.command_line import main
 from mindformers_core.communication import shutdown
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.operators import tensor_meta
 from mindformers_core.pipeline import ScheduleLoopedBFS, ScheduleZBV
+from mindformers_core.recipe.loader import load_recipe
 from mindformers_core.recompute import recompute, swap
 from mindformers_core.tensor_parallel import programs, shard
-from mindformers_core.trainer.command_line import main
-from mindformers_core.trainer.recipe_loader import load_recipe
 from mindformers_core.trainer.training_loop import prepare, train_step
 
 

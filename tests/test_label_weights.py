@@ -9,17 +9,17 @@ import pytest
 from mindspore import Tensor, nn, ops
 from support.small_pipelines import Scale, array, pipeline
 
+from mindformers_core.commands.diffing import run_simulated
 from mindformers_core.communication.world import process_state
 from mindformers_core.models.llama import LlamaForCausalLM
 from mindformers_core.models.spec import ModelSpec
 from mindformers_core.passes.label_counts import label_count
 from mindformers_core.pipeline import ScheduleLoopedBFS, ScheduleZBV
 from mindformers_core.program.observer import Observer
+from mindformers_core.recipe.loader import recipe_from_dict
+from mindformers_core.recipe.sections import Precision
 from mindformers_core.sharding.initialize import materialize
 from mindformers_core.tensor_parallel.layers import VocabParallelCrossEntropy
-from mindformers_core.trainer.diffing import run_simulated
-from mindformers_core.trainer.recipe import Precision
-from mindformers_core.trainer.recipe_loader import recipe_from_dict
 from mindformers_core.zero import hsdp, value_and_grad
 
 SAMPLES, LENGTH, VOCAB = 16, 6, 24

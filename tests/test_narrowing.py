@@ -4,9 +4,9 @@ from math import prod
 
 import pytest
 
+from mindformers_core.commands.shrinking import NARROWED, shrunk_recipe
 from mindformers_core.communication import shutdown
-from mindformers_core.trainer.recipe_loader import recipe_from_dict
-from mindformers_core.trainer.shrinking import NARROWED, shrunk_recipe
+from mindformers_core.recipe.loader import recipe_from_dict
 
 SHARDS = {"data_parallel_shard": 16, "zero_level": 3}
 

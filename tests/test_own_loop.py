@@ -9,11 +9,11 @@ from support.launch import ROOT
 
 from mindformers_core import init_device_mesh, shard
 from mindformers_core.checkpoint import Checkpointer
+from mindformers_core.commands.compare import read_losses
 from mindformers_core.communication import world
 from mindformers_core.communication.simulated import SimulatedRanks
 from mindformers_core.passes.thread_tape import custom_gradients
-from mindformers_core.trainer.compare import read_losses
-from mindformers_core.trainer.recipe_loader import load_recipe
+from mindformers_core.recipe.loader import load_recipe
 from mindformers_core.trainer.training_loop import prepare, run_steps
 from mindformers_core.zero import hsdp
 

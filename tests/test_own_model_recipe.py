@@ -9,7 +9,7 @@ import pytest
 from test_recipe import TINY
 
 from mindformers_core.models import ModelSpec
-from mindformers_core.trainer.recipe_loader import load_recipe, recipe_to_yaml
+from mindformers_core.recipe.loader import load_recipe, recipe_to_yaml
 
 
 @dataclass(frozen=True)

@@ -19,21 +19,21 @@ from mindspore import nn, ops
 
 from mindformers_core.checkpoint import inspection
 from mindformers_core.checkpoint.load import check_checksums, open_checkpoint
+from mindformers_core.commands.command_line import main
+from mindformers_core.commands.compare import read_losses
+from mindformers_core.commands.diffing import run_simulated
 from mindformers_core.communication.world import process_state
+from mindformers_core.data.datasets import open_dataset
 from mindformers_core.explaining.pictures import BLUE, YELLOW
 from mindformers_core.files import lock_folder
 from mindformers_core.layout import layout
 from mindformers_core.models import LayerRange, ModelSpec
 from mindformers_core.operators import tensor_meta
 from mindformers_core.optimizers.adamw import decay_lines, decays
+from mindformers_core.recipe.loader import load_recipe
+from mindformers_core.recipe.sections import Optimizer, TrainDataset
 from mindformers_core.sharding.initialize import materialize
 from mindformers_core.trainer import training_loop
-from mindformers_core.trainer.command_line import main
-from mindformers_core.trainer.compare import read_losses
-from mindformers_core.trainer.data import open_dataset
-from mindformers_core.trainer.diffing import run_simulated
-from mindformers_core.trainer.recipe import Optimizer, TrainDataset
-from mindformers_core.trainer.recipe_loader import load_recipe
 from mindformers_core.trainer.records import draw_losses, metrics_writer
 
 BASE = """

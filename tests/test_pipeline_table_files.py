@@ -18,8 +18,8 @@ from mindformers_core.pipeline.tables.lowering import lowered
 from mindformers_core.pipeline.tables.step import step_from_text
 from mindformers_core.pipeline.tables.table import ScheduleTable
 from mindformers_core.pipeline.tables.table_files import load_table, save_table
-from mindformers_core.trainer.pipeline_recipe import layers_of_rank
-from mindformers_core.trainer.recipe import Parallelism, Recipe
+from mindformers_core.recipe.pipeline import layers_of_rank
+from mindformers_core.recipe.sections import Parallelism, Recipe
 
 SUFFIXES = ("csv", "yaml", "yml", "CSV")
 

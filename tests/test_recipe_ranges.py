@@ -9,8 +9,8 @@ import pytest
 from test_recipe import TINY
 
 from mindformers_core.ranges import bounded
-from mindformers_core.trainer.recipe import MESH_AXES, Recipe, mesh_shape
-from mindformers_core.trainer.recipe_loader import load_recipe
+from mindformers_core.recipe.loader import load_recipe
+from mindformers_core.recipe.sections import MESH_AXES, Recipe, mesh_shape
 
 # checked by functions of their own, since they have several forms
 OF_SEVERAL_FORMS = {

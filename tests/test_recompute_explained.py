@@ -24,11 +24,11 @@ from mindformers_core.models import LlamaConfig, LlamaForCausalLM
 from mindformers_core.operators import tensor_meta
 from mindformers_core.program.operator_names import operator_texts
 from mindformers_core.program.plan import called_cells
+from mindformers_core.recipe.sections import MESH_AXES
 from mindformers_core.recompute import list_operators, recompute, swap, write_curve
 from mindformers_core.recompute.explained import bytes_not_kept, keepers_by_key
 from mindformers_core.sharding.sharded_cells import tree_of
 from mindformers_core.tensor_parallel import explain, prepare, programs, shard
-from mindformers_core.trainer.recipe import MESH_AXES
 from mindformers_core.trainer.records import report_activations
 from mindformers_core.zero import hsdp, value_and_grad
 

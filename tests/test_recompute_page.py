@@ -9,10 +9,10 @@ import yaml
 from support.launch import ROOT
 from test_recipe import TINY
 
+from mindformers_core.commands.dry_run import dry_run
 from mindformers_core.communication import shutdown
+from mindformers_core.recipe.loader import load_recipe
 from mindformers_core.recompute.settings import RecomputeSettings, SwapSettings
-from mindformers_core.trainer.dry_run import dry_run
-from mindformers_core.trainer.recipe_loader import load_recipe
 
 sys.path.insert(0, str(ROOT / "docs"))
 from make_recompute import IMAGES, PAGE, blocks  # noqa: E402

@@ -6,6 +6,7 @@ import pytest
 import yaml
 from test_recipe import CONFIGS, TINY
 
+from mindformers_core.recipe.loader import load_recipe, recipe_to_yaml
 from mindformers_core.recompute.settings import (
     DEFAULT_OP_SWAP,
     LayerSwap,
@@ -13,7 +14,6 @@ from mindformers_core.recompute.settings import (
     RecomputeSettings,
     SwapSettings,
 )
-from mindformers_core.trainer.recipe_loader import load_recipe, recipe_to_yaml
 
 
 def swap_settings(recipe):

@@ -12,10 +12,10 @@ from mindformers_core.communication.messages import check_equal
 from mindformers_core.communication.simulated import SimulatedRanks
 from mindformers_core.layout import Layout, layout
 from mindformers_core.mesh import init_device_mesh
+from mindformers_core.recipe.loader import load_recipe
 from mindformers_core.sharding.replicas import check_result
 from mindformers_core.tensor_parallel import shard
 from mindformers_core.trainer import training_loop
-from mindformers_core.trainer.recipe_loader import load_recipe
 from mindformers_core.zero import hsdp
 
 SIZES, AXES = (2, 2), ("dp", "tp")

@@ -14,7 +14,10 @@ from support.nightly import daily, seeds
 from support.plan_differences import first_difference
 from support.random_recipes import random_recipe
 
+from mindformers_core.commands import shrinking
+from mindformers_core.commands.shrinking import shrunk_recipe
 from mindformers_core.communication import init_distributed, shutdown
+from mindformers_core.data.datasets import micro_batch
 from mindformers_core.layout import layout
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.operators import tensor_meta
@@ -22,15 +25,12 @@ from mindformers_core.program.activation_policy import Keeper
 from mindformers_core.program.plan import CallPlan, OperatorPlan, Redistribution
 from mindformers_core.program.structure import tree_leaves
 from mindformers_core.propagation.resized import resized
+from mindformers_core.recipe.loader import load_recipe, recipe_from_dict, recipe_to_yaml
+from mindformers_core.recipe.pipeline import micro_batches_of_a_run
+from mindformers_core.recipe.sections import MESH_AXES, accumulation_steps, mesh_shape
 from mindformers_core.sharding.inspecting import prepare
 from mindformers_core.sharding.sharded_cells import tree_of
-from mindformers_core.trainer import shrinking
-from mindformers_core.trainer.data import micro_batch
-from mindformers_core.trainer.pipeline_recipe import micro_batches_of_a_run
-from mindformers_core.trainer.recipe import MESH_AXES, accumulation_steps, mesh_shape
-from mindformers_core.trainer.recipe_loader import load_recipe, recipe_from_dict, recipe_to_yaml
-from mindformers_core.trainer.shrinking import shrunk_recipe
-from mindformers_core.trainer.step import build_cells
+from mindformers_core.trainer.cells import build_cells
 
 ROOT = Path(__file__).parent.parent
 ON_128 = (

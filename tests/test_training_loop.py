@@ -15,14 +15,14 @@ import pytest
 from mindspore.graph import api as graph_api
 from safetensors.numpy import load_file
 
+from mindformers_core.commands.command_line import main
+from mindformers_core.commands.compare import largest_difference, read_losses
 from mindformers_core.optimizers.adamw import AdamW
+from mindformers_core.recipe.loader import load_recipe
+from mindformers_core.recipe.sections import Optimizer
 from mindformers_core.sharding.inspecting import programs
 from mindformers_core.tensor_parallel.clipping import ClipByGlobalNorm, clip_by_global_norm
 from mindformers_core.trainer import records, training_loop
-from mindformers_core.trainer.command_line import main
-from mindformers_core.trainer.compare import largest_difference, read_losses
-from mindformers_core.trainer.recipe import Optimizer
-from mindformers_core.trainer.recipe_loader import load_recipe
 from mindformers_core.trainer.records import progress_writer
 from mindformers_core.trainer.training_loop import prepare, run_steps
 

@@ -20,14 +20,14 @@ from verify_faults import SUBJECTS
 
 from mindformers_core import recompute, shard, verify
 from mindformers_core.algorithms.shard_context import ShardContext
+from mindformers_core.commands.command_line import main
+from mindformers_core.commands.verifying import verify_recipe
 from mindformers_core.layout import Layout, layout
 from mindformers_core.lowering import operator_source
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.operators import registry
 from mindformers_core.passes.thread_tape import ThreadTape, custom_gradients
-from mindformers_core.trainer.command_line import main
-from mindformers_core.trainer.recipe_loader import load_recipe
-from mindformers_core.trainer.verifying import verify_recipe
+from mindformers_core.recipe.loader import load_recipe
 from mindformers_core.verification.comparison import close, gradient_layout, gradient_terms, largest, summed
 from mindformers_core.verification.observing import RankObserver
 from mindformers_core.verification.report import kind_of_fault

@@ -9,9 +9,9 @@ from support.written_models import MODELS, Residual, batches, built
 
 from mindformers_core import recompute, shard, verify
 from mindformers_core.capture.traced import CaptureError
+from mindformers_core.commands.verifying import verify_recipe
 from mindformers_core.mesh import DeviceMesh, init_device_mesh
-from mindformers_core.trainer.recipe_loader import load_recipe
-from mindformers_core.trainer.verifying import verify_recipe
+from mindformers_core.recipe.loader import load_recipe
 from mindformers_core.zero import hsdp, value_and_grad
 
 MESH = DeviceMesh((2, 2), ("dp", "tp"))

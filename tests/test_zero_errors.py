@@ -12,8 +12,8 @@ from support.small_zero import Net
 from mindformers_core.layout import layout
 from mindformers_core.mesh import DeviceMesh, init_device_mesh
 from mindformers_core.optimizers.adamw import AdamW
+from mindformers_core.recipe.sections import Optimizer
 from mindformers_core.tensor_parallel import shard
-from mindformers_core.trainer.recipe import Optimizer
 from mindformers_core.zero import LossScale, hsdp, value_and_grad
 from mindformers_core.zero.gradient_reducer import check_optimizers
 from mindformers_core.zero.storage import storage_of

@@ -8,8 +8,8 @@ from mindspore import DeviceCtx, Parameter, Tensor, int32, mint, nn, ops
 from mindformers_core.communication import init_distributed, shutdown
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.models import LlamaConfig, LlamaForCausalLM
+from mindformers_core.recipe.sections import Parallelism
 from mindformers_core.tensor_parallel import explain, shard
-from mindformers_core.trainer.recipe import Parallelism
 from mindformers_core.zero import MixedPrecision, hsdp, memory_report
 from mindformers_core.zero.meter import MemoryMeter
 from mindformers_core.zero.sharded_parameter import allocate_storage, free_storage

@@ -4,9 +4,9 @@ import pytest
 from test_recipe import CONFIGS
 
 from mindformers_core.mesh import init_device_mesh
-from mindformers_core.trainer.recipe import MESH_AXES, accumulation_steps, mesh_shape
-from mindformers_core.trainer.recipe_loader import load_recipe, recipe_to_yaml
-from mindformers_core.trainer.zero_recipe import zero_settings
+from mindformers_core.recipe.loader import load_recipe, recipe_to_yaml
+from mindformers_core.recipe.sections import MESH_AXES, accumulation_steps, mesh_shape
+from mindformers_core.recipe.zero import zero_settings
 from mindformers_core.zero.precision import MixedPrecision
 
 ZERO = str(CONFIGS / "llama_tiny_zero.yaml")

@@ -20,11 +20,11 @@ from support.random_steps import TINY, Tower, check_example
 from support.small_zero import Net, array
 
 from mindformers_core import recompute, shard, verify
+from mindformers_core.commands.verifying import verify_recipe
 from mindformers_core.layout import layout
 from mindformers_core.mesh import DeviceMesh
-from mindformers_core.trainer.recipe import MESH_AXES, mesh_shape
-from mindformers_core.trainer.recipe_loader import load_recipe
-from mindformers_core.trainer.verifying import verify_recipe
+from mindformers_core.recipe.loader import load_recipe
+from mindformers_core.recipe.sections import MESH_AXES, mesh_shape
 from mindformers_core.zero import MixedPrecision, hsdp
 
 __all__ = ["SUBJECTS", "PlantedFault", "outcome", "read_faults"]

@@ -1,1 +1,1 @@
-"""The top floor: YAML recipe -> typed sections -> training loop, data, metrics; the command line."""
+"""The training job of a recipe: its Cells, one step, the loop, records and checkpoints."""

@@ -14,8 +14,8 @@ from mindformers_core.checkpoint.mindspore_files import read_ckpt, write_ckpt
 from mindformers_core.checkpoint.save import SaveError
 from mindformers_core.checkpoint.tensors import load_parameters, model_parts, ranks_of
 from mindformers_core.hints import first_of
+from mindformers_core.recipe.loader import recipe_to_dict
 from mindformers_core.scopes import errors_at
-from mindformers_core.trainer.recipe_loader import recipe_to_dict
 
 _LENGTH, _FOLDER = "train_dataset.seq_length", "training.output_dir"
 

@@ -6,9 +6,9 @@ import numpy as np
 
 from mindformers_core.communication.world import process_state
 from mindformers_core.diff.recorder import DigestRecorder
-from mindformers_core.trainer.pipeline_recipe import micro_batches_of_a_run
-from mindformers_core.trainer.recipe import accumulation_steps
-from mindformers_core.trainer.recipe_loader import recipe_to_yaml
+from mindformers_core.recipe.loader import recipe_to_yaml
+from mindformers_core.recipe.pipeline import micro_batches_of_a_run
+from mindformers_core.recipe.sections import accumulation_steps
 
 
 def start_recording(recipe, mesh, rank):

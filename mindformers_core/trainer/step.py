@@ -1,73 +1,15 @@
-"""The recipe's model on this rank, whole or as stages of a pipeline, and one optimizer step over it."""
+"""One optimizer step over a rank's Cells: passes, clipping, update."""
 
 import math
 
-import mindspore as ms
 from mindspore import ops
 
 from mindformers_core.communication.world import process_state
-from mindformers_core.operators.signature import tensor_meta
 from mindformers_core.optimizers.adamw import AdamW
-from mindformers_core.passes.stage_function import own_class
-from mindformers_core.pipeline import PipelineScheduleMulti, PipelineStage
-from mindformers_core.recompute import recompute, swap
-from mindformers_core.sharding.inspecting import programs
-from mindformers_core.sharding.parameter_storage import computing_dtype
-from mindformers_core.tensor_parallel import jit, shard
+from mindformers_core.tensor_parallel import jit
 from mindformers_core.tensor_parallel.clipping import ClipByGlobalNorm
-from mindformers_core.trainer.data import micro_batch
-from mindformers_core.trainer.pipeline_recipe import layers_of_rank, micro_batches_of_a_run, recipe_schedule
-from mindformers_core.trainer.recipe_checks import recipe_device_model
-from mindformers_core.trainer.zero_recipe import zero_settings
-from mindformers_core.zero import hsdp, tie_shards, value_and_grad
-from mindformers_core.zero.loss_scale import LossScale, all_finite
-
-
-def build_cells(recipe, mesh, rank):
-    """The stages of the recipe's model on `rank` of `mesh`: sharded, under `hsdp()`, initialized from the seed.
-
-    Stages of a rank that share a parameter store and update it once. The axes of `mesh` are `MESH_AXES`.
-
-    Returns:
-        A dict, number of a stage -> its Cell, in order; without a pipeline 0 -> the model.
-    """
-    zero, cells = zero_settings(recipe, mesh), {}
-    layers, mesh, is_part = stages_of(recipe, mesh, rank)
-    for stage, part in layers.items():
-        with ms.DeviceCtx("meta"):
-            net = recipe.spec.build(recipe.model, part).set_train()
-        shard(net, mesh, recipe.parallelism, **shard_settings(recipe))
-        cells[stage] = swap(recompute(net, recipe.recompute, is_part=is_part), recipe.swap, is_part=is_part)
-    for net in cells.values():
-        hsdp(net, **zero)
-    tie_shards(list(cells.values()), recipe.spec.tied(recipe.model))
-    return cells
-
-
-def shard_settings(recipe):
-    """The keywords of `shard()` that a recipe gives."""
-    model = recipe_device_model(recipe)
-    return {"seed": recipe.training.seed, "mode": recipe.context.engine, "device_model": model}
-
-
-def loss_scale_of(recipe, mesh):
-    """The `LossScale` of a recipe, or None."""
-    start, training = recipe.precision.loss_scale, recipe.training
-    if start is None and recipe.precision.compute == "float16":
-        labels = training.local_batch_size * mesh.axis_size("dp") * recipe.train_dataset.seq_length
-        labels = labels // micro_batches_of_a_run(recipe) if recipe.spec.loss == "sum" else 1
-        start = max(1.0, 2.0 ** (17 - labels.bit_length()))
-    return None if start is None else LossScale(ms.amp.DynamicLossScaler(start, 2, 2000), mesh)
-
-
-def stages_of(recipe, mesh, rank):
-    """A dict, number of a stage of `rank` -> its `LayerRange`, without a pipeline 0 -> None; the mesh of the ranks that
-    share these stages; and whether there is a pipeline.
-    """
-    if recipe.parallelism.pipeline_parallel == 1:
-        return {0: None}, mesh, False
-    layers = layers_of_rank(recipe, *mesh.coordinate(rank, ("pp",)))
-    return layers, mesh.sub_mesh(tuple(axis for axis in mesh.axis_names if axis != "pp"), rank), True
+from mindformers_core.trainer.passes import model_passes, pipeline_passes
+from mindformers_core.zero.loss_scale import all_finite
 
 
 def step_parts(recipe, mesh, cells, loss_scale=None):
@@ -92,7 +34,7 @@ def step_parts(recipe, mesh, cells, loss_scale=None):
     Raises:
         ValueError: on all ranks of the pipeline: stages that contradict each other, or a stage without a program.
     """
-    functions = _model_function if recipe.parallelism.pipeline_parallel == 1 else _schedule_function
+    functions = model_passes if recipe.parallelism.pipeline_parallel == 1 else pipeline_passes
     parameters, run, clipping = functions(recipe, mesh, cells, loss_scale)
     optimizer = AdamW(parameters, recipe.optimizer)
     return run, ClipByGlobalNorm(optimizer.parameters, recipe.training.max_norm, **clipping), optimizer
@@ -156,73 +98,3 @@ def _hold(optimizer, computed):
     for what, tensors in computed.items():
         for parameter, tensor in zip(optimizer.parameters, tensors, strict=True):
             process_state().observer.held(what, tensor, parameter)
-
-
-def _model_function(recipe, mesh, cells, loss_scale):
-    """`(parameters, run, clipping)` without a pipeline.
-
-    `run(arrays)` returns the results of all runs, tuples that begin with the loss, and the reduced gradients of the
-    parameters; `clipping` are keyword arguments of `ClipByGlobalNorm`.
-    """
-    gradient_of = value_and_grad(cells[0], recipe.context.mode == 0, loss_scale, recipe.spec.loss)
-    gradient_of.prepare(*_computed(micro_batch(recipe)))
-    for program in programs(cells[0])[-1:]:  # none in an eager Cell
-        if isinstance(program.graph.result, dict) or program.results[0].shape:
-            code, result = own_class(cells[0]).construct.__code__, program.graph.result
-            what = "a dict" if isinstance(result, dict) else f"a tensor of shape {program.results[0].shape}"
-            raise TypeError(
-                f"model.name: {recipe.model_name}: construct ({code.co_filename}:{code.co_firstlineno}) should return "
-                f"the loss, a floating scalar, alone or first of a tuple: it returns {what}"
-            )
-
-    def run(arrays):
-        losses, gradients = [], None
-        for inputs in zip(*arrays, strict=True):
-            assert gradients is None, f"{len(arrays[0])} micro-batches are more than accumulate_grad_step"
-            results, gradients = gradient_of(*inputs)
-            losses.append(results if isinstance(results, tuple) else (results,))
-        return losses, gradients
-
-    return cells[0].trainable_params(), run, {}
-
-
-def _schedule_function(recipe, mesh, cells, loss_scale):
-    """As `_model_function`, with this rank's stages of a pipeline."""
-    sizes, names, kind = recipe.parallelism, recipe.spec.inputs[1:], recipe_schedule(recipe)
-    stage_num = sizes.pipeline_parallel * sizes.pipeline_parallel_interleave_num
-    options = {"mesh": mesh, "compiled": recipe.context.mode == 0, "tied": recipe.spec.tied(recipe.model)}
-    of_last = {"loss": recipe.spec.loss, "loss_scale": loss_scale}
-    stages = [
-        PipelineStage(net, index, stage_num, **options, **(of_last if index == stage_num - 1 else {}))
-        for index, net in cells.items()
-    ]
-    several = issubclass(kind, PipelineScheduleMulti)
-    schedule = kind(stages if several else stages[0], micro_batches_of_a_run(recipe), share_outputs=True)
-    inputs = {index: _computed(micro_batch(recipe, index)) for index in cells}
-    given = {index: ((first,), dict(zip(names, others, strict=True))) for index, (first, *others) in inputs.items()}
-    schedule.meet().make_programs(schedule.table, given)
-
-    def run(arrays):
-        for stage in stages:
-            stage.zero_gradients()
-        losses = [schedule.run(first, **dict(zip(names, others, strict=True))) for first, *others in zip(*arrays)]
-        gradients = _once_each(stages, "gradients")
-        gradients = gradients if loss_scale is None else loss_scale.unscale(gradients)
-        return [each if isinstance(each, tuple) else (each,) for each in losses], gradients
-
-    counted = _once_each(stages, "counted")
-    return _once_each(stages, "parameters"), run, {"mesh": mesh, "over": ("pp",), "counted": counted}
-
-
-def _computed(metas):
-    """`TensorMeta`s in the dtypes to compute with."""
-    return [tensor_meta(each.shape, computing_dtype(each.dtype)) for each in metas]
-
-
-def _once_each(stages, attribute):
-    """The entries of an attribute of stages, which has one for every parameter, without those of tied parameters."""
-    entries = {}
-    for stage in stages:
-        for parameter, value in zip(stage.parameters, getattr(stage, attribute), strict=True):
-            entries.setdefault(parameter, value)
-    return list(entries.values())

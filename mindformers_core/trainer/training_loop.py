@@ -14,13 +14,17 @@ from mindformers_core.checkpoint.parts import on_all_ranks
 from mindformers_core.checkpoint.tensors import ranks_of
 from mindformers_core.communication import init_distributed, process_state
 from mindformers_core.communication.messages import check_equal
+from mindformers_core.data.datasets import dataset_of, local_batch
 from mindformers_core.diff.recorder import perturb
 from mindformers_core.files import write_whole
 from mindformers_core.hints import first_of
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.optimizers.adamw import AdamW, decay_lines
+from mindformers_core.recipe.loader import recipe_keys, recipe_to_yaml
+from mindformers_core.recipe.sections import Recipe, accumulation_steps, learning_rate, recipe_mesh
 from mindformers_core.sharding.replicas import check_replicas
 from mindformers_core.trainer import records
+from mindformers_core.trainer.cells import build_cells, loss_scale_of
 from mindformers_core.trainer.checkpoints import (
     checkpointer_of,
     going_on,
@@ -29,11 +33,8 @@ from mindformers_core.trainer.checkpoints import (
     resume,
     save_job,
 )
-from mindformers_core.trainer.data import dataset_of, local_batch
-from mindformers_core.trainer.recipe import Recipe, accumulation_steps, learning_rate, recipe_mesh
-from mindformers_core.trainer.recipe_loader import recipe_keys, recipe_to_yaml
 from mindformers_core.trainer.recording import start_recording
-from mindformers_core.trainer.step import build_cells, loss_scale_of, step_function
+from mindformers_core.trainer.step import step_function
 
 
 @dataclass

@@ -12,11 +12,11 @@ from support.launch import on_ranks
 
 from mindformers_core.checkpoint.load import check_checksums, open_checkpoint
 from mindformers_core.checkpoint.save import SaveError
+from mindformers_core.commands.compare import read_losses
 from mindformers_core.communication import world
 from mindformers_core.communication.messages import gather_values
+from mindformers_core.recipe.loader import load_recipe
 from mindformers_core.trainer.checkpoints import resume, save_job
-from mindformers_core.trainer.compare import read_losses
-from mindformers_core.trainer.recipe_loader import load_recipe
 from mindformers_core.trainer.training_loop import prepare, run_steps, train_step
 
 FOLDER = os.path.join(tempfile.gettempdir(), "mindformers_core_case_checkpoint_")

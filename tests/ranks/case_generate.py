@@ -21,7 +21,7 @@ from support.small_generation import (
 from mindformers_core.communication import world
 from mindformers_core.communication.messages import gather_values
 from mindformers_core.mesh import init_device_mesh
-from mindformers_core.trainer.recipe import MESH_AXES
+from mindformers_core.recipe.sections import MESH_AXES
 
 COUNT, LAYERS = 24, "model.num_hidden_layers=2"
 

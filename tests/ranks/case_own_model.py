@@ -7,10 +7,10 @@ from support.launch import ROOT, on_ranks
 from truth import once
 
 from mindformers_core.communication import world
+from mindformers_core.data.datasets import dataset_of
 from mindformers_core.mesh import init_device_mesh
-from mindformers_core.trainer.data import dataset_of
-from mindformers_core.trainer.recipe import MESH_AXES
-from mindformers_core.trainer.recipe_loader import load_recipe
+from mindformers_core.recipe.loader import load_recipe
+from mindformers_core.recipe.sections import MESH_AXES
 from mindformers_core.trainer.training_loop import begin_job, train_step
 
 sys.path.insert(0, str(ROOT / "examples"))

@@ -14,15 +14,15 @@ from support.saved_tensors import measured, saved_bytes
 
 from mindformers_core.capture.algorithm_graph import algorithm_of
 from mindformers_core.communication import count_collectives, world
+from mindformers_core.data.datasets import TokenDataset
 from mindformers_core.layout import layout
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.models import LlamaConfig, LlamaForCausalLM
 from mindformers_core.pipeline import PipelineStage, Schedule1F1B, ScheduleZBH1
+from mindformers_core.recipe.loader import load_recipe
+from mindformers_core.recipe.sections import MESH_AXES
 from mindformers_core.recompute import recompute, swap
 from mindformers_core.tensor_parallel import explain, programs, shard
-from mindformers_core.trainer.data import TokenDataset
-from mindformers_core.trainer.recipe import MESH_AXES
-from mindformers_core.trainer.recipe_loader import load_recipe
 from mindformers_core.trainer.training_loop import begin_job, train_step
 from mindformers_core.zero import hsdp, value_and_grad
 

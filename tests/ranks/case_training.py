@@ -9,12 +9,12 @@ from support.launch import on_ranks
 from truth import once
 
 from mindformers_core.communication import world
+from mindformers_core.data.datasets import TokenDataset
 from mindformers_core.layout import Layout
 from mindformers_core.mesh import init_device_mesh
+from mindformers_core.recipe.loader import load_recipe
+from mindformers_core.recipe.sections import MESH_AXES, accumulation_steps
 from mindformers_core.tensor_parallel.clipping import ClipByGlobalNorm, clip_by_global_norm
-from mindformers_core.trainer.data import TokenDataset
-from mindformers_core.trainer.recipe import MESH_AXES, accumulation_steps
-from mindformers_core.trainer.recipe_loader import load_recipe
 from mindformers_core.trainer.training_loop import begin_job, enter_world, train_step
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs"

@@ -7,8 +7,8 @@ from support.launch import on_ranks
 
 from mindformers_core.communication import count_collectives
 from mindformers_core.optimizers.adamw import AdamW
+from mindformers_core.recipe.sections import Optimizer
 from mindformers_core.tensor_parallel import explain
-from mindformers_core.trainer.recipe import Optimizer
 from mindformers_core.zero import MixedPrecision, hsdp, memory_report, value_and_grad
 from mindformers_core.zero.explained import explained_lines
 from mindformers_core.zero.formulas import traffic_of_step

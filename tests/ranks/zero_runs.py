@@ -13,10 +13,10 @@ from mindformers_core.communication import world
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.models import LlamaConfig, LlamaForCausalLM
 from mindformers_core.optimizers.adamw import AdamW
+from mindformers_core.recipe.sections import Optimizer, Parallelism
 from mindformers_core.sharding.sharded_cells import tree_of
 from mindformers_core.tensor_parallel import shard
 from mindformers_core.tensor_parallel.clipping import ClipByGlobalNorm
-from mindformers_core.trainer.recipe import Optimizer, Parallelism
 from mindformers_core.zero import hsdp, value_and_grad
 
 CONFIG = LlamaConfig(**TINY_LLAMA, num_hidden_layers=2)

@@ -8,12 +8,12 @@ import mindspore as ms
 import numpy as np
 from mindspore import nn, ops
 
+from mindformers_core.commands.diffing import run_simulated
 from mindformers_core.communication import world
 from mindformers_core.diff.runs import Run
 from mindformers_core.program.observer import Instrumentation
+from mindformers_core.recipe.loader import load_recipe
 from mindformers_core.sharding.sharded_cells import tree_and_path
-from mindformers_core.trainer.diffing import run_simulated
-from mindformers_core.trainer.recipe_loader import load_recipe
 
 RECIPE = "configs/llama_tiny_cpu_1p.yaml"
 TINY = (

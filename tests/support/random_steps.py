@@ -12,11 +12,11 @@ from support.launch import ROOT
 from support.small_zero import Net, array
 
 from mindformers_core import recompute, shard, swap, verify
+from mindformers_core.commands.verifying import verify_recipe
 from mindformers_core.communication import world
 from mindformers_core.layout import layout
 from mindformers_core.mesh import DeviceMesh
-from mindformers_core.trainer.recipe_loader import load_recipe
-from mindformers_core.trainer.verifying import verify_recipe
+from mindformers_core.recipe.loader import load_recipe
 from mindformers_core.zero import hsdp
 
 sys.path.append(str(Path(__file__).parent.parent / "ranks"))

@@ -9,13 +9,13 @@ from mindformers_core.checkpoint.folders import find_checkpoint
 from mindformers_core.checkpoint.load import open_checkpoint
 from mindformers_core.checkpoint.parts import Ranks
 from mindformers_core.checkpoint.tensors import load_parameters, model_parts
+from mindformers_core.commands.generating import make_generator
 from mindformers_core.communication.simulated import SimulatedRanks
+from mindformers_core.data.datasets import TokenDataset
+from mindformers_core.recipe.loader import load_recipe
+from mindformers_core.recipe.sections import recipe_mesh
 from mindformers_core.serving.sampling import Sampling
 from mindformers_core.trainer.checkpoints import save_job
-from mindformers_core.trainer.data import TokenDataset
-from mindformers_core.trainer.generating import make_generator
-from mindformers_core.trainer.recipe import recipe_mesh
-from mindformers_core.trainer.recipe_loader import load_recipe
 from mindformers_core.trainer.training_loop import begin_job, train_step
 
 RECIPE = str(Path(__file__).parent.parent.parent / "configs" / "llama_tiny_pp.yaml")

@@ -13,10 +13,10 @@ import yaml
 from mindformers_core.hints import nearest
 from mindformers_core.models.spec import DEFAULT_MODEL, model_spec
 from mindformers_core.ranges import check_range
+from mindformers_core.recipe.checks import check_recipe
+from mindformers_core.recipe.sections import Recipe
+from mindformers_core.recipe.text import parse_overrides, parse_yaml
 from mindformers_core.scopes import errors_at
-from mindformers_core.trainer.recipe import Recipe
-from mindformers_core.trainer.recipe_checks import check_recipe
-from mindformers_core.trainer.recipe_text import parse_overrides, parse_yaml
 
 _OF_A_MACHINE = ("train_dataset.cache_dir",)  # keys that ranks may have different values of
 

@@ -1,10 +1,10 @@
 """Checks of a recipe for keys that exclude each other. No MindSpore is called here."""
 
+from mindformers_core.recipe.pipeline import check_pipeline
+from mindformers_core.recipe.sections import accumulation_steps
 from mindformers_core.recompute.settings import check_compilable, check_gathers
 from mindformers_core.redistribution.quantities import named_device_model
 from mindformers_core.scopes import errors_at
-from mindformers_core.trainer.pipeline_recipe import check_pipeline
-from mindformers_core.trainer.recipe import accumulation_steps
 from mindformers_core.zero.buckets import parse_comm_fusion
 from mindformers_core.zero.plan import LEVELS
 

@@ -9,13 +9,13 @@ from mindformers_core.checkpoint.load import read_json
 from mindformers_core.checkpoint.slices import FileLayer
 from mindformers_core.checkpoint.tensors import share_weights
 from mindformers_core.layout import layout
+from mindformers_core.recipe.pipeline import recipe_schedule
 from mindformers_core.serving.generator import Generator
 from mindformers_core.serving.prompts import encode_prompts, tokens_of
 from mindformers_core.serving.sampling import Sampling
 from mindformers_core.tensor_parallel import shard
+from mindformers_core.trainer.cells import shard_settings, stages_of
 from mindformers_core.trainer.checkpoints import fill, open_source, weight_parts
-from mindformers_core.trainer.pipeline_recipe import recipe_schedule
-from mindformers_core.trainer.step import shard_settings, stages_of
 from mindformers_core.trainer.training_loop import enter_world
 
 

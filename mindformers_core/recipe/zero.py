@@ -1,6 +1,6 @@
 """A recipe's sharding over data-parallel ranks (ZeRO, Rajbhandari et al. 2020). No MindSpore is called here."""
 
-from mindformers_core.trainer.recipe import accumulation_steps
+from mindformers_core.recipe.sections import accumulation_steps
 from mindformers_core.zero.precision import MixedPrecision
 
 

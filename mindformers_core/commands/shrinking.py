@@ -15,17 +15,17 @@ from math import lcm, prod
 from typing import NamedTuple
 
 from mindformers_core.communication.world import rank_of
+from mindformers_core.data.datasets import micro_batch
 from mindformers_core.program.plan import OperatorPlan, Redistribution
 from mindformers_core.program.structure import tree_leaves, tree_map
 from mindformers_core.propagation.resized import resized
 from mindformers_core.ranges import check_range
+from mindformers_core.recipe.checks import check_recipe
+from mindformers_core.recipe.pipeline import check_pipeline, layers_of_stages, micro_batches_of_a_run
+from mindformers_core.recipe.sections import accumulation_steps, recipe_mesh
 from mindformers_core.sharding.plan_passes import planned_call
 from mindformers_core.sharding.sharded_cells import tree_of
-from mindformers_core.trainer.data import micro_batch
-from mindformers_core.trainer.pipeline_recipe import check_pipeline, layers_of_stages, micro_batches_of_a_run
-from mindformers_core.trainer.recipe import accumulation_steps, recipe_mesh
-from mindformers_core.trainer.recipe_checks import check_recipe
-from mindformers_core.trainer.step import build_cells
+from mindformers_core.trainer.cells import build_cells
 from mindformers_core.verification.sizes import divisors_of, least_sizes, parts_of_sizes
 from mindformers_core.zero.buckets import parse_comm_fusion
 

@@ -8,14 +8,15 @@ from types import SimpleNamespace
 import mindspore as ms
 import numpy as np
 
+from mindformers_core.commands.shrinking import NARROWED, planned, shrunk_recipe
+from mindformers_core.data.datasets import dataset_of, local_batch
+from mindformers_core.recipe.pipeline import micro_batches_of_a_run
+from mindformers_core.recipe.sections import accumulation_steps, recipe_mesh
+from mindformers_core.recipe.zero import mixed_precision
 from mindformers_core.sharding.initialize import materialize
 from mindformers_core.sharding.parameter_storage import as_computed
-from mindformers_core.trainer.data import dataset_of, local_batch
-from mindformers_core.trainer.pipeline_recipe import micro_batches_of_a_run
-from mindformers_core.trainer.recipe import accumulation_steps, recipe_mesh
-from mindformers_core.trainer.shrinking import NARROWED, planned, shrunk_recipe
-from mindformers_core.trainer.step import build_cells, step_parts
-from mindformers_core.trainer.zero_recipe import mixed_precision
+from mindformers_core.trainer.cells import build_cells
+from mindformers_core.trainer.step import step_parts
 from mindformers_core.verification.engine import seed_restored, simulate
 from mindformers_core.zero.precision import MixedPrecision
 

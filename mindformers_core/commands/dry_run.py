@@ -14,16 +14,16 @@ from mindformers_core.analysis.memory import recomputed_at_once
 from mindformers_core.analysis.prediction import Prediction
 from mindformers_core.capture.algorithm_graph import algorithm_of
 from mindformers_core.communication.world import rank_of
+from mindformers_core.data.datasets import micro_batch
 from mindformers_core.dtypes import ITEM_BYTES
 from mindformers_core.hints import any_layer, columns
 from mindformers_core.optimizers.adamw import decay_lines, decays
+from mindformers_core.recipe.pipeline import recipe_timeline
+from mindformers_core.recipe.sections import accumulation_steps, recipe_mesh
 from mindformers_core.recompute.stages import check_stages
 from mindformers_core.sharding.inspecting import prepare
 from mindformers_core.sharding.sharded_cells import tree_of
-from mindformers_core.trainer.data import micro_batch
-from mindformers_core.trainer.pipeline_recipe import recipe_timeline
-from mindformers_core.trainer.recipe import accumulation_steps, recipe_mesh
-from mindformers_core.trainer.step import build_cells
+from mindformers_core.trainer.cells import build_cells
 from mindformers_core.zero import memory_report
 from mindformers_core.zero.plan import LEVELS
 

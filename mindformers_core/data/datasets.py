@@ -19,9 +19,9 @@ import numpy as np
 from mindformers_core.hints import first_of
 from mindformers_core.lazy_exports import import_object
 from mindformers_core.operators.signature import tensor_meta
+from mindformers_core.recipe.pipeline import micro_batches_of_a_run
+from mindformers_core.recipe.sections import accumulation_steps
 from mindformers_core.scopes import errors_at
-from mindformers_core.trainer.pipeline_recipe import micro_batches_of_a_run
-from mindformers_core.trainer.recipe import accumulation_steps
 
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
 

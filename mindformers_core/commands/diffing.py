@@ -9,14 +9,14 @@ from dataclasses import replace
 import mindspore as ms
 
 from mindformers_core.communication.simulated import SimulatedRanks
+from mindformers_core.data.datasets import dataset_of
 from mindformers_core.diff.parting import part
 from mindformers_core.diff.report import report
 from mindformers_core.diff.runs import Run
 from mindformers_core.passes.thread_tape import custom_gradients
+from mindformers_core.recipe.loader import load_recipe
+from mindformers_core.recipe.sections import recipe_mesh
 from mindformers_core.trainer.checkpoints import open_source
-from mindformers_core.trainer.data import dataset_of
-from mindformers_core.trainer.recipe import recipe_mesh
-from mindformers_core.trainer.recipe_loader import load_recipe
 from mindformers_core.trainer.training_loop import begin_job, train_step
 
 

@@ -8,7 +8,7 @@ import sys
 import traceback
 from functools import partial
 
-from mindformers_core.trainer.compare import compare_runs
+from mindformers_core.commands.compare import compare_runs
 
 _DESCRIPTION = "Train Llama-style models from a YAML recipe, on a mesh, and generate with them."
 # errors of a user's recipe, data or command are reported in a line or two, others with their traceback
@@ -112,7 +112,7 @@ def _count(text):
 
 # What commands do: each returns the exit code (None: 0), or a function that does the rest, whose errors are ours.
 def _train(arguments):
-    from mindformers_core.trainer.recipe_loader import load_recipe
+    from mindformers_core.recipe.loader import load_recipe
 
     recipe = load_recipe(arguments.config, arguments.overrides)
     if not recipe.training.output_dir:
@@ -120,7 +120,7 @@ def _train(arguments):
         training = dataclasses.replace(recipe.training, output_dir=os.path.join("output", name))
         recipe = dataclasses.replace(recipe, training=training)
     if arguments.dry_run:
-        from mindformers_core.trainer.dry_run import dry_run
+        from mindformers_core.commands.dry_run import dry_run
 
         print(dry_run(recipe))
         return 0
@@ -130,7 +130,7 @@ def _train(arguments):
 
 
 def _run_steps(job):
-    from mindformers_core.trainer.data import DataError
+    from mindformers_core.data.datasets import DataError
     from mindformers_core.trainer.training_loop import run_steps
 
     try:
@@ -145,8 +145,8 @@ def _run_steps(job):
 
 
 def _generate(arguments):
-    from mindformers_core.trainer.generating import generate, read_prompts
-    from mindformers_core.trainer.recipe_loader import load_recipe
+    from mindformers_core.commands.generating import generate, read_prompts
+    from mindformers_core.recipe.loader import load_recipe
 
     prompts = arguments.prompt + (read_prompts(arguments.prompts) if arguments.prompts else [])
     keys = ("temperature", "top_p", "seed")
@@ -158,10 +158,10 @@ def _generate(arguments):
 
 
 def _verify(arguments):
+    from mindformers_core.commands.verifying import verify_recipe
     from mindformers_core.communication.simulated import Desync
     from mindformers_core.communication.world import compute_in_one_thread
-    from mindformers_core.trainer.recipe_loader import load_recipe
-    from mindformers_core.trainer.verifying import verify_recipe
+    from mindformers_core.recipe.loader import load_recipe
 
     compute_in_one_thread()
     try:
@@ -178,7 +178,7 @@ def _compare(arguments):
 
 
 def _diff(arguments):
-    from mindformers_core.trainer.diffing import diff
+    from mindformers_core.commands.diffing import diff
 
     sources = arguments.run_a, arguments.run_b
     return 0 if diff(sources, arguments.overrides, arguments.steps, arguments.keep, arguments.perturbed) else 1
@@ -191,8 +191,8 @@ def _look_at(function, arguments):
 
 
 def _convert(arguments):
+    from mindformers_core.recipe.loader import load_recipe
     from mindformers_core.trainer.checkpoints import convert
-    from mindformers_core.trainer.recipe_loader import load_recipe
 
     recipe = load_recipe(arguments.config, arguments.overrides) if arguments.config else None
     print(convert(arguments.source, arguments.target, recipe))

@@ -1,0 +1,1 @@
+"""Data: tokens of files, and datasets of users, as sequences by index."""

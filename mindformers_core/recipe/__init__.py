@@ -1,0 +1,1 @@
+"""Recipes: typed sections, read from YAML and checked, and what follows from them."""

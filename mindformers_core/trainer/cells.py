@@ -1,0 +1,58 @@
+"""The recipe's model on a rank, whole or as stages of a pipeline, and its loss scale."""
+
+import mindspore as ms
+
+from mindformers_core.recipe.checks import recipe_device_model
+from mindformers_core.recipe.pipeline import layers_of_rank, micro_batches_of_a_run
+from mindformers_core.recipe.zero import zero_settings
+from mindformers_core.recompute import recompute, swap
+from mindformers_core.tensor_parallel import shard
+from mindformers_core.zero import hsdp, tie_shards
+from mindformers_core.zero.loss_scale import LossScale
+
+
+def build_cells(recipe, mesh, rank):
+    """The stages of the recipe's model on `rank` of `mesh`: sharded, under `hsdp()`, initialized from the seed.
+
+    Stages of a rank that share a parameter store and update it once. The axes of `mesh` are `MESH_AXES`.
+
+    Returns:
+        A dict, number of a stage -> its Cell, in order; without a pipeline 0 -> the model.
+    """
+    zero, cells = zero_settings(recipe, mesh), {}
+    layers, mesh, is_part = stages_of(recipe, mesh, rank)
+    for stage, part in layers.items():
+        with ms.DeviceCtx("meta"):
+            net = recipe.spec.build(recipe.model, part).set_train()
+        shard(net, mesh, recipe.parallelism, **shard_settings(recipe))
+        cells[stage] = swap(recompute(net, recipe.recompute, is_part=is_part), recipe.swap, is_part=is_part)
+    for net in cells.values():
+        hsdp(net, **zero)
+    tie_shards(list(cells.values()), recipe.spec.tied(recipe.model))
+    return cells
+
+
+def shard_settings(recipe):
+    """The keywords of `shard()` that a recipe gives."""
+    model = recipe_device_model(recipe)
+    return {"seed": recipe.training.seed, "mode": recipe.context.engine, "device_model": model}
+
+
+def loss_scale_of(recipe, mesh):
+    """The `LossScale` of a recipe, or None."""
+    start, training = recipe.precision.loss_scale, recipe.training
+    if start is None and recipe.precision.compute == "float16":
+        labels = training.local_batch_size * mesh.axis_size("dp") * recipe.train_dataset.seq_length
+        labels = labels // micro_batches_of_a_run(recipe) if recipe.spec.loss == "sum" else 1
+        start = max(1.0, 2.0 ** (17 - labels.bit_length()))
+    return None if start is None else LossScale(ms.amp.DynamicLossScaler(start, 2, 2000), mesh)
+
+
+def stages_of(recipe, mesh, rank):
+    """A dict, number of a stage of `rank` -> its `LayerRange`, without a pipeline 0 -> None; the mesh of the ranks that
+    share these stages; and whether there is a pipeline.
+    """
+    if recipe.parallelism.pipeline_parallel == 1:
+        return {0: None}, mesh, False
+    layers = layers_of_rank(recipe, *mesh.coordinate(rank, ("pp",)))
+    return layers, mesh.sub_mesh(tuple(axis for axis in mesh.axis_names if axis != "pp"), rank), True

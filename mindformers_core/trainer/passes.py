@@ -1,0 +1,80 @@
+"""The forward and backward passes of a step over a rank's Cells: one after the other, or by a pipeline's schedule."""
+
+from mindformers_core.data.datasets import micro_batch
+from mindformers_core.operators.signature import tensor_meta
+from mindformers_core.passes.stage_function import own_class
+from mindformers_core.pipeline import PipelineScheduleMulti, PipelineStage
+from mindformers_core.recipe.pipeline import micro_batches_of_a_run, recipe_schedule
+from mindformers_core.sharding.inspecting import programs
+from mindformers_core.sharding.parameter_storage import computing_dtype
+from mindformers_core.zero import value_and_grad
+
+
+def model_passes(recipe, mesh, cells, loss_scale):
+    """`(parameters, run, clipping)` without a pipeline.
+
+    `run(arrays)` returns the results of all runs, tuples that begin with the loss, and the reduced gradients of the
+    parameters; `clipping` are keyword arguments of `ClipByGlobalNorm`.
+    """
+    gradient_of = value_and_grad(cells[0], recipe.context.mode == 0, loss_scale, recipe.spec.loss)
+    gradient_of.prepare(*_computed(micro_batch(recipe)))
+    for program in programs(cells[0])[-1:]:  # none in an eager Cell
+        if isinstance(program.graph.result, dict) or program.results[0].shape:
+            code, result = own_class(cells[0]).construct.__code__, program.graph.result
+            what = "a dict" if isinstance(result, dict) else f"a tensor of shape {program.results[0].shape}"
+            raise TypeError(
+                f"model.name: {recipe.model_name}: construct ({code.co_filename}:{code.co_firstlineno}) should return "
+                f"the loss, a floating scalar, alone or first of a tuple: it returns {what}"
+            )
+
+    def run(arrays):
+        losses, gradients = [], None
+        for inputs in zip(*arrays, strict=True):
+            assert gradients is None, f"{len(arrays[0])} micro-batches are more than accumulate_grad_step"
+            results, gradients = gradient_of(*inputs)
+            losses.append(results if isinstance(results, tuple) else (results,))
+        return losses, gradients
+
+    return cells[0].trainable_params(), run, {}
+
+
+def pipeline_passes(recipe, mesh, cells, loss_scale):
+    """As `model_passes`, with this rank's stages of a pipeline."""
+    sizes, names, kind = recipe.parallelism, recipe.spec.inputs[1:], recipe_schedule(recipe)
+    stage_num = sizes.pipeline_parallel * sizes.pipeline_parallel_interleave_num
+    options = {"mesh": mesh, "compiled": recipe.context.mode == 0, "tied": recipe.spec.tied(recipe.model)}
+    of_last = {"loss": recipe.spec.loss, "loss_scale": loss_scale}
+    stages = [
+        PipelineStage(net, index, stage_num, **options, **(of_last if index == stage_num - 1 else {}))
+        for index, net in cells.items()
+    ]
+    several = issubclass(kind, PipelineScheduleMulti)
+    schedule = kind(stages if several else stages[0], micro_batches_of_a_run(recipe), share_outputs=True)
+    inputs = {index: _computed(micro_batch(recipe, index)) for index in cells}
+    given = {index: ((first,), dict(zip(names, others, strict=True))) for index, (first, *others) in inputs.items()}
+    schedule.meet().make_programs(schedule.table, given)
+
+    def run(arrays):
+        for stage in stages:
+            stage.zero_gradients()
+        losses = [schedule.run(first, **dict(zip(names, others, strict=True))) for first, *others in zip(*arrays)]
+        gradients = _once_each(stages, "gradients")
+        gradients = gradients if loss_scale is None else loss_scale.unscale(gradients)
+        return [each if isinstance(each, tuple) else (each,) for each in losses], gradients
+
+    counted = _once_each(stages, "counted")
+    return _once_each(stages, "parameters"), run, {"mesh": mesh, "over": ("pp",), "counted": counted}
+
+
+def _computed(metas):
+    """`TensorMeta`s in the dtypes to compute with."""
+    return [tensor_meta(each.shape, computing_dtype(each.dtype)) for each in metas]
+
+
+def _once_each(stages, attribute):
+    """The entries of an attribute of stages, which has one for every parameter, without those of tied parameters."""
+    entries = {}
+    for stage in stages:
+        for parameter, value in zip(stage.parameters, getattr(stage, attribute), strict=True):
+            entries.setdefault(parameter, value)
+    return list(entries.values())
