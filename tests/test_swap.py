@@ -7,9 +7,9 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
+from support.kept_tensors import bytes_of, tensors_in
+from support.recomputed_models import INPUTS, Half, Net, drawn, equal, llama, sharded, steps_of, without
 from support.saved_tensors import scalar_of
-from test_recompute_gradients import INPUTS, Half, Net, drawn, equal, llama, sharded, steps_of, without
-from test_recompute_measured import bytes_of, tensors_in
 
 from mindformers_core.capture.algorithm_graph import algorithm_of
 from mindformers_core.hints import bytes_shown
