@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn, ops
 from models import EXAMPLES, axes_of
-from random_cells import random_cell  # noqa: E402
 from support.captured_models import MODELS
 from support.launch import ROOT
 from support.nightly import daily, seeds
@@ -30,6 +29,8 @@ from mindformers_core.sharding.sharded_cells import tree_of
 from mindformers_core.tensor_parallel import shard
 
 sys.path.append(str(ROOT / "tests" / "ranks"))
+from random_cells import random_cell  # noqa: E402
+
 WITHOUT_RULE = ("batch norm",)
 
 

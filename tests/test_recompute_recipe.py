@@ -8,8 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from make_recompute import IMAGES, PAGE, blocks  # noqa: E402
-from page_blocks import filled  # noqa: E402
 from support.launch import ROOT
 from support.recomputed_models import INPUTS, llama, sharded
 from test_recipe import CONFIGS, TINY
@@ -29,6 +27,10 @@ from mindformers_core.recompute.settings import (
 )
 from mindformers_core.tensor_parallel import prepare
 from mindformers_core.trainer.records import report_activations
+
+sys.path.insert(0, str(ROOT / "docs"))
+from make_recompute import IMAGES, PAGE, blocks  # noqa: E402
+from page_blocks import filled  # noqa: E402
 
 
 def swap_settings(recipe):
@@ -240,7 +242,6 @@ def test_swap_alone_is_attention_and_false_is_nothing():
     assert not SwapSettings(layer_swap=[], op_swap={}).is_on and not SwapSettings(None, 1, None, None).is_on
 
 
-sys.path.insert(0, str(ROOT / "docs"))
 TEXT = PAGE.read_text(encoding="utf-8")
 
 
@@ -296,6 +297,7 @@ def test_the_recipes_of_the_page_are_some(tmp_path, place):
     assert ("run again; " in said) == ("recompute" in given) and ("wait on the host" in said) == ("swap" in given)
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_every_stage_has_its_picture(tmp_path, capsys):
     """From the first rank that has it, and from no other."""
     net = recompute(sharded(llama), budget=0.6)
