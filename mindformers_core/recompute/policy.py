@@ -73,8 +73,7 @@ class ChosenActivations(ActivationPolicy):
         both = [key for key in swapped if key in keys]
         program.check_apart(self.settings, self.swapping, both, self.tree.label(""))
         keepers = dict.fromkeys(keys, Keeper(*_RECOMPUTED, takes_collectives=self.settings.mp_comm_recompute))
-        for key, prefetch in swapped.items():
-            keepers[key] = Keeper(_ON_HOST, f"on_host_{prefetch}", f"OnHost(prefetch={prefetch})")
+        keepers |= {key: Keeper(_ON_HOST, f"on_host_{n}", f"OnHost(prefetch={n})") for key, n in swapped.items()}
         plan = annotate(plan, keepers)
         if choice is not None:
             self.choices[plan] = choice

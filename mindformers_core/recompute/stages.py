@@ -4,6 +4,7 @@ One stage can't check a pattern: its matches may be on another stage. Layers are
 summaries, operators when all stages have a program. Limits of compiled stages are checked at the first exchange.
 """
 
+from mindformers_core.grouping import grouped
 from mindformers_core.hints import nearest
 from mindformers_core.program.name_ranges import cells_together, quoted
 from mindformers_core.recompute.budget import out_of_reach
@@ -67,9 +68,8 @@ def check_stages(settings, swapping, summaries):
 
 def _check_layers(requests, known, is_whole):
     """Raise `ValueError` for layer numbers that no stage has."""
-    layers, paths = {}, [path for summary in known for path in summary["paths"] if path and "." not in path]
-    for number, path in sorted(entry for summary in known for entry in summary["layers"]):
-        layers.setdefault(number, []).append(path)
+    paths = [path for summary in known for path in summary["paths"] if path and "." not in path]
+    layers = grouped(sorted(entry for summary in known for entry in summary["layers"]))
     inside = [path for number in layers for path in layers[number]]
     unnumbered = [path for path in inside if not path.rpartition(".")[2].isdigit()]
     for each in requests:
