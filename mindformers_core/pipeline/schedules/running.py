@@ -1,7 +1,6 @@
 """Runs one rank's order of a schedule's table, step by step. Pure Python: stages and the channel use the tensors."""
 
-from mindformers_core.pipeline.tables.dependencies import FORWARD, plain_steps
-from mindformers_core.pipeline.tables.step import OTHER_ENDS, MetaStepType
+from mindformers_core.pipeline.tables.step import FORWARD, OTHER_ENDS, MetaStepType, plain_steps
 
 
 def run_table(schedule, table, micro_batches, training):

@@ -2,9 +2,8 @@
 
 from dataclasses import replace
 
-from mindformers_core.pipeline.tables.dependencies import FORWARD, SENDS
 from mindformers_core.pipeline.tables.simulating import simulate
-from mindformers_core.pipeline.tables.step import OTHER_ENDS, MetaStep, MetaStepType, overlapped
+from mindformers_core.pipeline.tables.step import FORWARD, OTHER_ENDS, SENDS, MetaStep, MetaStepType, overlapped
 
 _MESSAGES = {  # type of a compute step -> types of the receive before it, and of the send after it
     MetaStepType.FWD: (MetaStepType.FWD_RECV, MetaStepType.FWD_SEND),

@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 from itertools import accumulate
 
-from mindformers_core.pipeline.tables.dependencies import COMPUTE, SENDS
 from mindformers_core.pipeline.tables.execution import run_orders
-from mindformers_core.pipeline.tables.step import MetaStepType
+from mindformers_core.pipeline.tables.step import COMPUTE, SENDS, MetaStepType
 from mindformers_core.pipeline.tables.table import ScheduleTable
 from mindformers_core.pipeline.tables.validating import validate
 

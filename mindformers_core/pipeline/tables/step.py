@@ -27,6 +27,9 @@ class MetaStepType(IntEnum):
     OVERLAP = 8
 
 
+COMPUTE = (MetaStepType.FWD, MetaStepType.BWD, MetaStepType.BWD_INPUT, MetaStepType.BWD_WEIGHT)
+FORWARD = (MetaStepType.FWD, MetaStepType.FWD_SEND, MetaStepType.FWD_RECV)
+SENDS = (MetaStepType.FWD_SEND, MetaStepType.BWD_SEND)
 OTHER_ENDS = {  # type of a send or receive -> type of the step at the other end, and its stage minus this one's
     MetaStepType.FWD_SEND: (MetaStepType.FWD_RECV, 1),
     MetaStepType.FWD_RECV: (MetaStepType.FWD_SEND, -1),
@@ -68,6 +71,19 @@ class MetaStep(NamedTuple):
 def overlapped(*steps):
     """The `OVERLAP` of steps."""
     return MetaStep(None, MetaStepType.OVERLAP, None, steps)
+
+
+def plain_steps(order):
+    """The steps of an order, with the parts of an `OVERLAP` one after another."""
+    for step in order:
+        yield from step[3] or (step,)
+
+
+def step_parts(kind, stage):
+    """The (type, stage) that a step completes: a BWD completes BWD_INPUT and BWD_WEIGHT."""
+    if kind == MetaStepType.BWD:
+        return (MetaStepType.BWD_INPUT, stage), (MetaStepType.BWD_WEIGHT, stage)
+    return ((kind, stage),)
 
 
 def step_from_text(text):

@@ -4,8 +4,7 @@ import csv
 import io
 from dataclasses import dataclass
 
-from mindformers_core.pipeline.tables.dependencies import SENDS, plain_steps
-from mindformers_core.pipeline.tables.step import OTHER_ENDS, MetaStep, MetaStepType
+from mindformers_core.pipeline.tables.step import OTHER_ENDS, SENDS, MetaStep, MetaStepType, plain_steps
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,8 @@
 from collections import defaultdict
 from itertools import product
 
-from mindformers_core.pipeline.tables.dependencies import COMPUTE, FORWARD, plain_steps, step_parts
 from mindformers_core.pipeline.tables.execution import run_orders
-from mindformers_core.pipeline.tables.step import OTHER_ENDS, MetaStep, MetaStepType
+from mindformers_core.pipeline.tables.step import COMPUTE, FORWARD, OTHER_ENDS, MetaStep, MetaStepType, step_parts
 
 _MOST_RANKS = 4  # number of ranks that an error describes
 
@@ -162,7 +161,7 @@ def _check_message_orders(table):
     """Raise `ValueError` where two ranks have different orders of the messages between them."""
     sequences = {}  # (rank, other rank) -> the sends and receives between them, as the rank orders them
     for rank, order in enumerate(table.orders):
-        for step in plain_steps(order):
+        for _, step in _numbered(order):
             if step.type in OTHER_ENDS:
                 other = table.stage_ranks[step.other_end.stage_index]
                 sequences.setdefault((rank, other), []).append(step)
@@ -180,7 +179,7 @@ def _deadlock(table, stuck):
     """The text of a deadlock: the ranks that wait for each other in a cycle, then others; `stuck`: see `run_orders`."""
     texts, awaited = {}, {}
     for rank, place in stuck.items():
-        own = list(plain_steps(table.orders[rank]))[place]
+        _, own = list(_numbered(table.orders[rank]))[place]
         other = own.other_end
         awaited[rank] = table.stage_ranks[other.stage_index]
         texts[rank] = (
