@@ -33,7 +33,7 @@ from mindformers_core.optimizers.adamw import decay_lines, decays
 from mindformers_core.recipe.loader import load_recipe
 from mindformers_core.recipe.sections import Optimizer, TrainDataset
 from mindformers_core.sharding.initialize import materialize
-from mindformers_core.trainer import training_loop
+from mindformers_core.trainer import trainer
 from mindformers_core.trainer.records import draw_losses, metrics_writer
 
 BASE = """
@@ -176,7 +176,7 @@ def test_all_ranks_agree_that_nothing_is_updated(recipe, mesh):
 @pytest.mark.parametrize("beside", ["true", "false"])
 def test_weights_that_are_not_finite_are_not_saved(recipe, tmp_path, monkeypatch, capfd, beside):
     """With a finite loss and gradient: the update overflows. What another process is still writing is completed."""
-    monkeypatch.setattr(training_loop, "learning_rate", lambda recipe, step: 1e39 if step == 3 else 1e-2)
+    monkeypatch.setattr(trainer, "learning_rate", lambda recipe, step: 1e39 if step == 3 else 1e-2)
     options = f"training.output_dir={tmp_path / 'run'}", f"checkpoint.async_save={beside}"
     assert main(["train", "--config", recipe, *options]) == 2
     error = capfd.readouterr().err.splitlines()[-1]
@@ -229,6 +229,10 @@ def test_what_may_differ_where_a_checkpoint_is_loaded(recipe, tmp_path, capfd):
         assert main([*command, key]) == 0
         assert any(line.startswith(loaded + said) for line in capfd.readouterr().out.splitlines())
     for key, error in (
+        (
+            "train_dataset.seed=3",
+            r"train_dataset.seed: 3, but the run of .*/step_2 has 1, and its data and draws go on",
+        ),
         ("training.seed=3", r"training.seed: 3, but the run of .*/step_2 has 1, and its data and draws go on: take th"),
         ("model.num_hidden_layers=3", r".*has no model tensor 'blocks.2.weight' .*model.num_hidden_layers 3, not 2"),
     ):
@@ -293,7 +297,9 @@ def test_a_spec_of_something_else():
 
 
 def test_ends_of_commands(tmp_path, monkeypatch, capfd):
-    """Interrupted, or no longer read, is no traceback; an error has one if that is asked for."""
+    """Interrupted, or no longer read, is no traceback; an error has one if that is asked for, and where none of ours
+    has raised it; then it is a defect.
+    """
     monkeypatch.setattr(os, "dup2", lambda *_: None)
     for error, code in ((KeyboardInterrupt, 130), (BrokenPipeError, 141)):
         monkeypatch.setattr(inspection, "inspect", partial(_raise, error))
@@ -304,6 +310,18 @@ def test_ends_of_commands(tmp_path, monkeypatch, capfd):
         monkeypatch.setenv("MINDFORMERS_DEBUG", debug)
         assert main(["inspect", str(tmp_path)]) == 2
         assert ("in _raise" in capfd.readouterr().err) == (debug == "1")
+    monkeypatch.setenv("MINDFORMERS_DEBUG", "")
+    broken = SimpleNamespace(folder="", pieces={1: 5}, tensors={})
+    defect = "error: not foreseen by mindformers_core: TypeError: object of type 'int' has no len()"
+    for wrong, code, said in (
+        (lambda path: {}[1], 2, "error: KeyError: 1"),  # in the user's code
+        (lambda path: broken, 70, defect),
+    ):
+        monkeypatch.setattr(inspection, "find_checkpoint", lambda path: path)
+        monkeypatch.setattr(inspection, "open_checkpoint", wrong)
+        assert main(["check", str(tmp_path)]) == code
+        *trace, last = capfd.readouterr().err.splitlines()
+        assert last.startswith(said) and trace[0].startswith("Traceback")
 
 
 def _raise(error, *_):
