@@ -12,12 +12,14 @@ from support.small_pipelines import Scale, array, pipeline
 from mindformers_core.commands.diffing import run_simulated
 from mindformers_core.communication.world import process_state
 from mindformers_core.models.llama import LlamaForCausalLM
+from mindformers_core.models.spec import ModelSpec
 from mindformers_core.passes.label_counts import label_count
 from mindformers_core.pipeline import ScheduleLoopedBFS, ScheduleZBV
 from mindformers_core.program.observer import Observer
 from mindformers_core.recipe.loader import recipe_from_dict
 from mindformers_core.recipe.sections import Precision
 from mindformers_core.sharding.initialize import materialize
+from mindformers_core.tensor_parallel.layers import VocabParallelCrossEntropy
 from mindformers_core.zero import hsdp, value_and_grad
 
 SAMPLES, LENGTH, VOCAB = 16, 6, 24
@@ -200,6 +202,11 @@ def test_gradients_of_plain_cells_weigh_by_labels():
         gradient_of(Tensor(x))
     with pytest.raises(ValueError, match=r"an integer, .* it gave float32 \[\], float32 \[\]"):
         label_count((Tensor(1.0), Tensor(0.5)), "Net")
-    for make in (lambda: value_and_grad(net, loss="total"), lambda: pipeline([Scale(0)], loss="total")):
+    for make in (
+        lambda: value_and_grad(net, loss="total"),
+        lambda: pipeline([Scale(0)], loss="total"),
+        lambda: VocabParallelCrossEntropy(loss="total"),
+        lambda: ModelSpec(Scale, object, loss="total"),
+    ):
         with pytest.raises(ValueError, match=r'loss=.total.\): should be "mean" or "sum"'):
             make()

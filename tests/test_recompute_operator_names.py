@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
 from support.captured_models import MODELS, small_llama
+from support.pattern_programs import select
 from support.planned_models import planned
 from support.small_cells import Doubled, cell_of
-from test_recompute_patterns import select
 
 from mindformers_core.layout import layout
 from mindformers_core.mesh import DeviceMesh, init_device_mesh

@@ -1,6 +1,6 @@
 """The inputs and results that the gradient of an operator saves, in PyNative on CPU. Pure Python.
 
-Measured with `mindspore.saved_tensors_hooks` (MindSpore 2.10); tests/test_recompute_saved_table.py holds every operator
+Measured with `mindspore.saved_tensors_hooks` (MindSpore 2.10); tests/test_saved_table.py holds every operator
 to that.
 
 An *operand* is one of an operator's captured arguments, positional ones first, tensor or not, by its index: in `2 / x`
