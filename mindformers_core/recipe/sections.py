@@ -113,6 +113,16 @@ class TrainDataset:
 
 
 @dataclass(frozen=True)
+class Evaluation:
+    """Loss and perplexity of held-out samples, those of one card on any mesh, see metrics.md."""
+
+    interval: int = bounded(0, 0, _MANY)  # steps between evaluations, of which the last step has one, too; 0: none
+    samples: int = bounded(64, 1, _MANY)  # of an evaluation: the first ones of the dataset
+    dataset: dict = field(default_factory=dict, hash=False)  # keys of train_dataset with other values than there
+    metrics: tuple[str, ...] = ()  # package.module:Class of a `Metric`
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     """Saving into the run folder, and loading on any mesh."""
 
@@ -175,6 +185,7 @@ class Recipe:
     optimizer: Optimizer = Optimizer()
     lr_scheduler: LrScheduler = LrScheduler()
     train_dataset: TrainDataset = TrainDataset()
+    evaluation: Evaluation = Evaluation()
     precision: Precision = Precision()
     checkpoint: Checkpoint = Checkpoint()
     monitor: Monitor = Monitor()
