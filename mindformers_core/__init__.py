@@ -22,7 +22,8 @@ _EXPORTS = {
     "tensor_parallel": "DTensor distribute_tensor explain full_parameters jit local_map prepare programs shard split",
     "diff": "record_digests",
     "verification": "verify",
-    "checkpoint": "global_checksums relayout",
+    "checkpoint": "Checkpointer global_checksums relayout",
+    "trainer.trainer": "Trainer",
 }
 
 __all__, __getattr__, __dir__ = lazy_exports(__name__, _EXPORTS)

@@ -22,9 +22,9 @@ from mindformers_core.recipe.loader import load_recipe
 from mindformers_core.recipe.sections import Optimizer
 from mindformers_core.sharding.inspecting import programs
 from mindformers_core.tensor_parallel.clipping import ClipByGlobalNorm, clip_by_global_norm
-from mindformers_core.trainer import records, training_loop
+from mindformers_core.trainer import records, trainer
 from mindformers_core.trainer.records import progress_writer
-from mindformers_core.trainer.training_loop import prepare, run_steps
+from mindformers_core.trainer.trainer import Trainer
 
 ONE_RANK = str(Path(__file__).parent.parent / "configs" / "llama_tiny_cpu_1p.yaml")
 SMALL = (
@@ -42,7 +42,7 @@ def run(tmp_path, monkeypatch):
 
     def train(name, *overrides):
         places = (f"training.output_dir={tmp_path / name}", f"train_dataset.cache_dir={tmp_path / 'cache'}")
-        summary = run_steps(prepare(load_recipe(ONE_RANK, [*SMALL, *places, *overrides])))
+        summary = Trainer(load_recipe(ONE_RANK, [*SMALL, *places, *overrides])).run()
         return read_losses(str(tmp_path / name)), summary
 
     return train
@@ -105,8 +105,8 @@ def test_engines_and_graph_mode_give_the_same_curve(run, tmp_path):
 @pytest.mark.parametrize("engine", ["generated", "eager"])
 def test_the_engine_is_the_recipes(run, engine, tmp_path):
     overrides = (f"context.engine={engine}", f"train_dataset.cache_dir={tmp_path}")
-    job = prepare(load_recipe(ONE_RANK, [*SMALL, *overrides]))
-    training_loop.train_step(job)
+    job = Trainer(load_recipe(ONE_RANK, [*SMALL, *overrides]))
+    job.train_step()
     assert len(programs(job.cells[0])) == (engine == "generated")
 
 
@@ -177,7 +177,7 @@ def test_earlier_run_is_moved_aside(run, tmp_path, capsys):
 
 
 def test_gradients_that_are_no_numbers_end_the_run(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(training_loop, "learning_rate", lambda recipe, step: 1e36)
+    monkeypatch.setattr(trainer, "learning_rate", lambda recipe, step: 1e36)
     with pytest.raises(FloatingPointError, match=r"at step 2 \(samples 4 to 7\) .* 10 weights have gradients th"):
         run("a", "training.max_norm=0")
     assert (tmp_path / "a" / "metrics.jsonl").exists()
@@ -304,7 +304,7 @@ def test_missing_dependency_is_told_in_a_line(tmp_path, missing):
 
 
 def test_other_errors_keep_their_traceback(run, monkeypatch):
-    monkeypatch.setattr(training_loop, "train_step", fail_with(ValueError("inside a step")))
+    monkeypatch.setattr(trainer.Trainer, "train_step", fail_with(ValueError("inside a step")))
     with pytest.raises(ValueError, match="inside a step"):
         run("a")
 
@@ -312,8 +312,8 @@ def test_other_errors_keep_their_traceback(run, monkeypatch):
 def test_saved_state_keeps_every_tensor(run, tmp_path):
     run("a", "checkpoint.enable_save=true")
     recipe = load_recipe(ONE_RANK, [*SMALL, f"checkpoint.load_path={tmp_path / 'a'}", "training.steps=7"])
-    job = prepare(recipe)
-    fresh = prepare(dataclasses.replace(recipe, checkpoint=dataclasses.replace(recipe.checkpoint, load_path="")))
+    job = Trainer(recipe)
+    fresh = Trainer(dataclasses.replace(recipe, checkpoint=dataclasses.replace(recipe.checkpoint, load_path="")))
     assert (job.step, job.consumed) == (6, 24)
     for kind in ("parameters", "moments1", "moments2"):
         for one, other in zip(*(getattr(each.optimizer, kind) for each in (job, fresh)), strict=True):

@@ -1,7 +1,6 @@
 """`python -m mindformers_core train | generate | verify | diff | compare | inspect | check | convert`."""
 
 import argparse
-import dataclasses
 import os
 import signal
 import sys
@@ -104,20 +103,16 @@ def _train(arguments):
     from mindformers_core.recipe.loader import load_recipe
 
     recipe = load_recipe(arguments.config, arguments.overrides)
-    if not recipe.training.output_dir:
-        name = os.path.splitext(os.path.basename(arguments.config))[0]
-        training = dataclasses.replace(recipe.training, output_dir=os.path.join("output", name))
-        recipe = dataclasses.replace(recipe, training=training)
     if arguments.dry_run:
         from mindformers_core.commands.dry_run import dry_run
 
         print(dry_run(recipe))
         return 0
-    from mindformers_core.trainer.training_loop import prepare, run_steps
+    from mindformers_core.trainer.trainer import Trainer
 
-    job = prepare(recipe)
-    summary = run_steps(job)
-    if job.rank == 0:
+    trainer = Trainer(recipe)
+    summary = trainer.run()
+    if trainer.rank == 0:
         print(summary)
     return 0
 

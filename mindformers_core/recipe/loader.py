@@ -40,7 +40,11 @@ def load_recipe(path, overrides=()):
     with errors_at("", kind=RecipeError):
         sections = _read_sections(path, overrides)
     with errors_at(f"{path}: ", kind=RecipeError):
-        return recipe_from_dict(sections)
+        recipe = recipe_from_dict(sections)
+    if recipe.training.output_dir:
+        return recipe
+    folder = os.path.join("output", os.path.splitext(os.path.basename(path))[0])
+    return dataclasses.replace(recipe, training=dataclasses.replace(recipe.training, output_dir=folder))
 
 
 def _read_sections(path, overrides):

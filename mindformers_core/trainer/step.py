@@ -50,7 +50,8 @@ def step_function(recipe, mesh, cells, loss_scale=None):
         `(optimizer, step)`: an `AdamW` of the trainable parameters of this rank, and a function that updates them. Its
         arguments are the local inputs of the model, as of `step_parts`, the float32 scalars of `AdamW.scalars`, and a
         function to call before the update.
-        Results are the mean loss and the gradients' norm before clipping, floats that are equal on all ranks, and None.
+        Results are the mean loss, a tensor, which nobody has read, the gradients' norm before clipping, a float, both
+        equal on all ranks, and None.
         Where one of them isn't finite, no rank updates anything, and in place of None are the paths of this rank's
         parameters whose gradients aren't, in the order of the backward pass. Where the loss scale skips the step, the
         norm is infinite, with None.
@@ -69,20 +70,22 @@ def step_function(recipe, mesh, cells, loss_scale=None):
         results, gradients = run(arrays)
         loss = mean_loss(results, recipe.spec.loss)
         if gradients is None:
-            return float(loss.asnumpy()), math.inf, None
+            return loss, math.inf, None
         norm = norm_of(*gradients)
         _hold(optimizer, {"reduced gradient": gradients})
-        numbers = float(loss.asnumpy()), float(norm.asnumpy())
-        if not all(map(math.isfinite, numbers)):
+        # the one number that a step reads: with a loss that isn't finite it isn't either
+        number = float((norm + loss * 0).asnumpy())
+        if not math.isfinite(number):
             pairs = zip(reversed(optimizer.parameters), reversed(gradients))
-            return *numbers, [parameter.name for parameter, each in pairs if not all_finite(None, (each,))]
+            names = [parameter.name for parameter, each in pairs if not all_finite(None, (each,))]
+            return loss, float(norm.asnumpy()), names
         before_update()
         update(rate, eps, decay, norm, *gradients)
         for what, number in {"loss": loss, "gradient norm": norm, "rate": rate, "decay": decay}.items():
             process_state().observer.held(what, number)
         moments = {"moment 1": optimizer.moments1, "moment 2": optimizer.moments2}
         _hold(optimizer, {**moments, "parameter": optimizer.parameters})
-        return *numbers, None
+        return loss, number, None
 
     return optimizer, step
 

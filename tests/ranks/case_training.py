@@ -15,7 +15,8 @@ from mindformers_core.mesh import init_device_mesh
 from mindformers_core.recipe.loader import load_recipe
 from mindformers_core.recipe.sections import MESH_AXES, accumulation_steps
 from mindformers_core.tensor_parallel.clipping import ClipByGlobalNorm, clip_by_global_norm
-from mindformers_core.trainer.training_loop import begin_job, enter_world, train_step
+from mindformers_core.trainer.joining import enter_world
+from mindformers_core.trainer.trainer import Trainer
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
 SMALL = (
@@ -30,7 +31,7 @@ def job_on(shape, ranks, *overrides):
     recipe = load_recipe(str(CONFIGS / "llama_tiny_cpu.yaml"), [*SMALL, *overrides])
     tokens = np.random.default_rng(0).integers(0, 256, 5000)
     mesh = init_device_mesh(shape, MESH_AXES, ranks)
-    return begin_job(recipe, mesh, world().rank, TokenDataset(tokens, 16, seed=1))
+    return Trainer(recipe, mesh=mesh, dataset=TokenDataset(tokens, 16, seed=1))
 
 
 @once
@@ -40,7 +41,7 @@ def training_alone(count, *overrides):
     assert accumulation_steps(job.recipe, 1) == 4
     steps = []
     for _ in range(count):
-        row = train_step(job)
+        row = job.train_step()
         steps.append((row, {parameter.name: parameter.asnumpy().copy() for parameter in job.optimizer.parameters}))
     return steps
 
@@ -55,7 +56,7 @@ def compare_with_one_rank(*overrides, shape=(1, 2, 1, 2), alike=(), micro_batche
     assert accumulation_steps(shared.recipe, shape[1]) == (micro_batches or 4 // shape[1])
     rows, parameters = zip(*training_alone(steps, *alike))
     for expected in rows:
-        row = train_step(shared)
+        row = shared.train_step()
         for key in ("loss", "gradient_norm", "learning_rate"):
             np.testing.assert_allclose(row[key], expected[key], rtol=1e-5, err_msg=f"{key} at step {row['step']}")
     every = parameters[-1]
