@@ -52,8 +52,9 @@ def adapted_layers(net, patterns):
         selected = [path for path in linear if any(_matches(text, pattern) for text in (path, f"{path}.weight"))]
         if not selected:
             others = [path for path, _ in net.cells_and_names() if path and _matches(path, pattern)][:1]
+            known = [*linear, *(path.rpartition(".")[2] for path in linear)]
             why = f", but {type(dict(net.cells_and_names())[others[0]]).__name__} '{others[0]}'" if others else ""
-            raise ValueError(f"pattern '{pattern}' matches no linear layer{why}{nearest(pattern, linear)}")
+            raise ValueError(f"pattern '{pattern}' matches no linear layer{why}{nearest(pattern, known)}")
         found |= dict.fromkeys(selected)
     for path in found:
         if getattr(linear[path], "activation", None) is not None:
@@ -88,7 +89,7 @@ def add_adapters(net, rank, patterns, alpha=None, dropout=0.0):
         if isinstance(layer, _Adapted) or hasattr(layer.weight, "layout"):
             raise ValueError(f"'{path}' is sharded, or has an adapter: call add_adapters() once, before shard()")
     for parameter in net.get_parameters():
-        parameter.requires_grad = False
+        parameter.requires_grad, parameter.is_base = False, True  # checkpoints leave out what is beneath adapters
     for path, layer in layers.items():
         (rows, columns), dtype = layer.weight.shape, layer.weight.dtype
         layer.__class__ = _adapted_class(type(layer))
@@ -98,7 +99,8 @@ def add_adapters(net, rank, patterns, alpha=None, dropout=0.0):
             low = initializer(Uniform(columns**-0.5), (rank, columns), dtype), initializer("zeros", (rows, rank), dtype)
             layer.lora_A, layer.lora_B = (Parameter(each, name=f"{path}.lora_{end}") for each, end in zip(low, "AB"))
         layer.lora_A.cut_like, layer.lora_B.cut_like = ("weight", (None, 1)), ("weight", (0, None))
-        layer.lora_A.group = layer.lora_B.group = ADAPTER
+        for low in (layer.lora_A, layer.lora_B):
+            low.group, low.adapter = ADAPTER, (rank, rank if alpha is None else alpha, dropout)
     return list(layers)
 
 
@@ -111,7 +113,7 @@ def merge_adapters(net):
     layers = {path: cell for path, cell in net.cells_and_names() if isinstance(cell, _Adapted)}
     for path, layer in layers.items():
         if hasattr(layer.weight, "layout"):
-            raise ValueError(f"'{path}' is sharded: merge before shard(), or merge a checkpoint, by the command convert")
+            raise ValueError(f"'{path}' is sharded: merge before shard(), or its checkpoint by the command convert")
         added = ops.matmul(layer.lora_B, layer.lora_A) * layer.adapter_scale
         layer.weight.set_data(ops.add(layer.weight, ops.cast(added, layer.weight.dtype)))
         layer.__class__ = type(layer).__mro__[2]

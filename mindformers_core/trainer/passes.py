@@ -1,6 +1,9 @@
 """The forward and backward passes of a step over a rank's Cells: one after the other, or by a pipeline's schedule."""
 
+import mindspore as ms
+
 from mindformers_core.data.datasets import micro_batch
+from mindformers_core.dtypes import dtype_name
 from mindformers_core.operators.signature import tensor_meta
 from mindformers_core.passes.stage_function import own_class
 from mindformers_core.pipeline import PipelineScheduleMulti, PipelineStage
@@ -63,7 +66,9 @@ def pipeline_passes(recipe, mesh, cells, loss_scale):
         return [each if isinstance(each, tuple) else (each,) for each in losses], gradients
 
     counted = _once_each(stages, "counted")
-    return _once_each(stages, "parameters"), run, {"mesh": mesh, "over": ("pp",), "counted": counted}
+    dtypes = {dtype_name(parameter.dtype) for net in cells.values() for parameter in net.get_parameters()}
+    dtype = ms.float64 if "float64" in dtypes else ms.float32  # a stage may train nothing
+    return _once_each(stages, "parameters"), run, {"mesh": mesh, "over": ("pp",), "counted": counted, "dtype": dtype}
 
 
 def _computed(metas):
