@@ -21,7 +21,7 @@ from mindformers_core.checkpoint.load import open_checkpoint
 from mindformers_core.commands.command_line import main
 from mindformers_core.commands.generating import continue_prompts
 from mindformers_core.communication.simulated import SimulatedRanks
-from mindformers_core.data.datasets import dataset_of, local_batch
+from mindformers_core.data.datasets import dataset_of
 from mindformers_core.layout import layout
 from mindformers_core.models import add_adapters, merge_adapters
 from mindformers_core.passes.thread_tape import custom_gradients
@@ -98,7 +98,7 @@ def test_adapters_are_those_of_one_card_on_any_mesh(tmp_path, trained, overrides
 def test_gradients_are_those_of_merged_weights(tmp_path):
     """Of `W + B A alpha / rank` at `W`, G: `B' G` and `G A'`, and nothing else is trained. Truth is the plain model."""
     recipe = recipe_of(tmp_path, *mesh())
-    batch = [Tensor(array[0]) for array in local_batch(recipe, recipe_mesh(recipe), 0, dataset_of(recipe))]
+    batch = [*map(Tensor, dataset_of(recipe).batch(0, 4))]
     with_adapters, plain = build_model(recipe), recipe.spec.build(recipe.model)
     rng, weights = np.random.default_rng(0), dict(plain.parameters_and_names())
     for path, parameter in with_adapters.parameters_and_names():

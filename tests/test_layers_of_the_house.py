@@ -24,6 +24,7 @@ PURE_FLOORS = (  # each imports only from those before it, and never MindSpore
     "ranges",
     "placement",
     "layout",
+    "batches",
     "redistribution",
     "operators",
     "program",

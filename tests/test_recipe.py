@@ -10,7 +10,7 @@ import yaml
 from mindformers_core.pipeline.schedules.named import SCHEDULES, schedule_class
 from mindformers_core.recipe.loader import RecipeError, load_recipe, recipe_to_yaml
 from mindformers_core.recipe.pipeline import layers_of_rank, layers_of_stages, recipe_timeline
-from mindformers_core.recipe.sections import accumulation_steps, learning_rate, mesh_shape
+from mindformers_core.recipe.sections import batch_plan, learning_rate, mesh_shape
 from mindformers_core.recipe.text import parse_overrides
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -30,7 +30,7 @@ def test_the_two_quickstart_recipes_differ_in_topology_only():
     assert one.training.output_dir == "output/llama_tiny_cpu_1p" and alike["one"] == alike["four"]
     assert dataclasses.replace(one, parallelism=four.parallelism, training=four.training) == four
     assert mesh_shape(four, 4) == (1, 2, 1, 2) and mesh_shape(one, 1) == (1, 1, 1, 1)
-    assert accumulation_steps(four, 2) == 1 and accumulation_steps(one, 1) == 2
+    assert batch_plan(four, 2).runs == 1 and batch_plan(one, 1).runs == 2
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Checks of a recipe for keys that exclude each other. No MindSpore is called here."""
 
 from mindformers_core.recipe.pipeline import check_pipeline
-from mindformers_core.recipe.sections import accumulation_steps
+from mindformers_core.recipe.sections import batch_plan
 from mindformers_core.recompute.settings import check_compilable, check_gathers
 from mindformers_core.redistribution.quantities import named_device_model
 from mindformers_core.scopes import errors_at
@@ -24,7 +24,7 @@ def check_recipe(recipe):
         check(recipe)
     sizes = recipe.parallelism
     if sizes.data_parallel_shard > 0:
-        accumulation_steps(recipe, sizes.data_parallel_replicate * sizes.data_parallel_shard)
+        batch_plan(recipe, sizes.data_parallel_replicate * sizes.data_parallel_shard)
 
 
 def recipe_device_model(recipe):

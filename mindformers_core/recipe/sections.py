@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
+from mindformers_core.batches import BatchPlan
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.models.configuration import MOST_LAYERS, LlamaConfig
 from mindformers_core.models.spec import DEFAULT_MODEL, model_spec
@@ -29,9 +30,9 @@ class Training:
 
     steps: int = bounded(1000, 1, _MANY)
     local_batch_size: int = bounded(1, 1, 10**6)  # sequences of one forward pass (or pipeline run) of one dp rank
-    # either of these two is enough, see `accumulation_steps`; default: one micro-batch
+    # either of these two is enough, see `batch_plan`; default: one run
     global_batch_size: int | None = bounded(None, 1, _MANY)  # sequences of one step, of all dp ranks together
-    gradient_accumulation_steps: int | None = bounded(None, 1, 10**6)  # micro-batches of one step on a dp rank
+    gradient_accumulation_steps: int | None = bounded(None, 1, 10**6)  # forward passes (or pipeline runs) of one step
     max_norm: float = bounded(1.0, 0.0, 1e12)  # largest global norm of the gradients; 0: no clipping
     seed: int = bounded(42, 0, 2**32 - 1)
     output_dir: str = ""  # run folder; default output/<name of the recipe's file>
@@ -228,37 +229,50 @@ def recipe_mesh(recipe, world_size=None):
     return DeviceMesh(mesh_shape(recipe, world_size), MESH_AXES)
 
 
-def accumulation_steps(recipe, dp_size):
-    """Number of micro-batches of a dp rank in one step; in a pipeline, of runs of its schedule.
+def batch_plan(recipe, dp_size):
+    """The `BatchPlan` of a step for so many dp ranks.
 
-    Either `training.gradient_accumulation_steps`, or the number that follows from `training.global_batch_size`, or 1.
-
-    Args:
-        recipe: the `Recipe`.
-        dp_size: number of all dp ranks.
+    The samples of a step are `training.global_batch_size`, or those of `training.gradient_accumulation_steps` runs, by
+    default of one.
 
     Raises:
-        ValueError: the two keys contradict each other, or the global batch isn't a multiple of a micro-batch.
+        ValueError: the two keys contradict each other; a run isn't a multiple of a micro-batch; or the global batch
+            isn't a multiple of the runs, of a model whose `ModelSpec` has no `ignored`.
     """
-    training, local = recipe.training, recipe.training.local_batch_size
-    size, given = training.global_batch_size, training.gradient_accumulation_steps
-    if size is None:
-        return given or 1
-    steps, rest = divmod(size, local * dp_size)
+    training, local, count = recipe.training, recipe.training.local_batch_size, micro_batches_of_a_run(recipe)
+    given, many = training.gradient_accumulation_steps, local * dp_size
+    size = training.global_batch_size or many * (given or 1)
+    plan = BatchPlan(size, dp_size, local // count, count)
     ranks = f"training.local_batch_size {local} x {dp_size} data-parallel ranks"
-    if given is not None and (steps != given or rest):
-        whole = local * dp_size * given
-        fitting = "" if rest else f" or gradient_accumulation_steps={steps}"
+    if given not in (None, plan.runs):
         raise ValueError(
             f"training.global_batch_size: {size} is not {ranks} x training.gradient_accumulation_steps {given} = "
-            f"{whole}: try global_batch_size={whole}{fitting}, or give only one of the two"
+            f"{many * given}: try global_batch_size={many * given} or gradient_accumulation_steps={plan.runs}, or give "
+            "only one of the two"
         )
-    if rest:
+    if plan.empty and not recipe.spec.ignored:
         raise ValueError(
-            f"training.global_batch_size: {size} is no multiple of {ranks} = {local * dp_size}: try "
-            f"{max(local * dp_size, size - rest)}"
+            f"training.global_batch_size: {size} is no multiple of {ranks} = {many}, as {recipe.model_name} needs, "
+            f"whose ModelSpec doesn't say what is ignored in empty rows: try {max(many, size // many * many)}"
         )
-    return steps
+    return plan
+
+
+def micro_batches_of_a_run(recipe):
+    """Number of micro-batches of one run of the schedule; without a pipeline 1.
+
+    Raises:
+        ValueError: the batch of one run isn't a multiple of a micro-batch.
+    """
+    batch, size = recipe.training.local_batch_size, recipe.parallelism.pipeline_parallel_microbatch_size
+    if recipe.parallelism.pipeline_parallel == 1:
+        return 1
+    if batch % size:
+        raise ValueError(
+            f"training.local_batch_size: {batch} can't be cut into micro-batches of "
+            f"parallelism.pipeline_parallel_microbatch_size {size}: try {max(size, batch // size * size)}"
+        )
+    return batch // size
 
 
 def learning_rate(recipe, step):

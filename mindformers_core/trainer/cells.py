@@ -4,7 +4,8 @@ import mindspore as ms
 
 from mindformers_core.models.adapters import adapted_layers, add_adapters
 from mindformers_core.recipe.checks import recipe_device_model
-from mindformers_core.recipe.pipeline import layers_of_rank, micro_batches_of_a_run
+from mindformers_core.recipe.pipeline import layers_of_rank
+from mindformers_core.recipe.sections import batch_plan
 from mindformers_core.recipe.zero import zero_settings
 from mindformers_core.recompute import recompute, swap
 from mindformers_core.scopes import errors_at
@@ -59,10 +60,10 @@ def shard_settings(recipe):
 
 def loss_scale_of(recipe, mesh):
     """The `LossScale` of a recipe, or None."""
-    start, training = recipe.precision.loss_scale, recipe.training
+    start = recipe.precision.loss_scale
     if start is None and recipe.precision.compute == "float16":
-        labels = training.local_batch_size * mesh.axis_size("dp") * recipe.train_dataset.seq_length
-        labels = labels // micro_batches_of_a_run(recipe) if recipe.spec.loss == "sum" else 1
+        labels = batch_plan(recipe, mesh.axis_size("dp")).rows * recipe.train_dataset.seq_length
+        labels = labels if recipe.spec.loss == "sum" else 1
         start = max(1.0, 2.0 ** (17 - labels.bit_length()))
     return None if start is None else LossScale(ms.amp.DynamicLossScaler(start, 2, 2000), mesh)
 

@@ -2,12 +2,13 @@
 
 import mindspore as ms
 
-from mindformers_core.data.datasets import micro_batch
+from mindformers_core.data.reading import micro_batch
 from mindformers_core.dtypes import dtype_name
 from mindformers_core.operators.signature import tensor_meta
 from mindformers_core.passes.stage_function import own_class
 from mindformers_core.pipeline import PipelineScheduleMulti, PipelineStage
-from mindformers_core.recipe.pipeline import micro_batches_of_a_run, recipe_schedule
+from mindformers_core.recipe.pipeline import recipe_schedule
+from mindformers_core.recipe.sections import batch_plan
 from mindformers_core.sharding.inspecting import programs
 from mindformers_core.sharding.parameter_storage import computing_dtype
 from mindformers_core.zero import value_and_grad
@@ -20,7 +21,7 @@ def model_passes(recipe, mesh, cells, loss_scale):
     parameters; `clipping` are keyword arguments of `ClipByGlobalNorm`.
     """
     gradient_of = value_and_grad(cells[0], recipe.context.mode == 0, loss_scale, recipe.spec.loss)
-    gradient_of.prepare(*_computed(micro_batch(recipe)))
+    gradient_of.prepare(*_computed(micro_batch(recipe, cells[0])))
     for program in programs(cells[0])[-1:]:  # none in an eager Cell
         if isinstance(program.graph.result, dict) or program.results[0].shape:
             code, result = own_class(cells[0]).construct.__code__, program.graph.result
@@ -52,8 +53,9 @@ def pipeline_passes(recipe, mesh, cells, loss_scale):
         for index, net in cells.items()
     ]
     several = issubclass(kind, PipelineScheduleMulti)
-    schedule = kind(stages if several else stages[0], micro_batches_of_a_run(recipe), share_outputs=True)
-    inputs = {index: _computed(micro_batch(recipe, index)) for index in cells}
+    plan = batch_plan(recipe, mesh.axis_size("dp"))
+    schedule = kind(stages if several else stages[0], plan.micro_batches, share_outputs=True)
+    inputs = {index: _computed(micro_batch(recipe, net, index)) for index, net in cells.items()}
     given = {index: ((first,), dict(zip(names, others, strict=True))) for index, (first, *others) in inputs.items()}
     schedule.meet().make_programs(schedule.table, given)
 

@@ -80,7 +80,7 @@ class Recorder:
         if not self.count:
             return None
         recipe, seconds = trainer.recipe, time.perf_counter() - self._started
-        tokens = self.count * trainer.batch_size * recipe.train_dataset.seq_length
+        tokens = self.count * trainer.plan.samples * recipe.train_dataset.seq_length
         folder = recipe.training.output_dir
         text = (
             f"{self.count} steps on ranks {trainer.mesh} in {seconds:.1f} s, {tokens / seconds:,.0f} tokens/s; "

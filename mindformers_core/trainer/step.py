@@ -81,8 +81,8 @@ def step_function(recipe, mesh, cells, loss_scale=None):
             return loss, float(norm.asnumpy()), names
         before_update()
         update(rate, eps, decay, norm, *gradients)
-        for what, each in {"loss": loss, "gradient norm": norm, "rate": rate, "decay": decay}.items():
-            process_state().observer.held(what, each)
+        for what, scalar in {"loss": loss, "gradient norm": norm, "rate": rate, "decay": decay}.items():
+            process_state().observer.held(what, scalar)
         moments = {"moment 1": optimizer.moments1, "moment 2": optimizer.moments2}
         _hold(optimizer, {**moments, "parameter": optimizer.parameters})
         return loss, number, None

@@ -11,12 +11,13 @@ from mindformers_core.checkpoint.folders import set_aside, step_folder
 from mindformers_core.checkpoint.parts import on_all_ranks
 from mindformers_core.checkpoint.tensors import ranks_of
 from mindformers_core.communication import process_state, world
-from mindformers_core.data.datasets import dataset_of, local_batch
+from mindformers_core.data.datasets import dataset_of
+from mindformers_core.data.reading import batch_reader
 from mindformers_core.diff.recorder import perturb
 from mindformers_core.hints import first_of
 from mindformers_core.optimizers.adamw import decay_lines
 from mindformers_core.recipe.loader import load_recipe, recipe_to_yaml
-from mindformers_core.recipe.sections import accumulation_steps, learning_rate
+from mindformers_core.recipe.sections import batch_plan, learning_rate
 from mindformers_core.sharding.replicas import check_replicas
 from mindformers_core.trainer import records
 from mindformers_core.trainer.cells import build_cells, loss_scale_of
@@ -56,7 +57,7 @@ class Trainer:
         cells: number of a stage -> its Cell, see `build_cells`; without a pipeline of stage 0, the whole model.
         optimizer, checkpointer, loss_scale: the optimizer of this rank's parameters, the `Checkpointer`, the
             `LossScale`, or None.
-        batch_size: sequences of a step, of all dp ranks together.
+        plan: the `BatchPlan` of a step.
         step, consumed: number of steps, and of sequences that they took, also before the run was resumed.
         skipped, skipped_in_a_row: number of steps that the loss scale has skipped.
         loaded_config: the contents of the `config.json` of `checkpoint.load_path`, or None.
@@ -77,11 +78,11 @@ class Trainer:
         self.rank = world().rank
         checkpoint = open_source(recipe)
         self.dataset = dataset_of(recipe) if dataset is None else dataset
-        dp_size = mesh.axis_size("dp")
-        self.batch_size = recipe.training.local_batch_size * dp_size * accumulation_steps(recipe, dp_size)
+        self.plan = batch_plan(recipe, mesh.axis_size("dp"))
         ms.set_seed(recipe.training.seed)
-        start_recording(recipe, mesh, self.rank)
+        start_recording(recipe, mesh, self.plan, self.rank)
         self.cells = build_cells(recipe, mesh, self.rank)
+        self._read = batch_reader(recipe, self.plan, self.cells, self.rank)
         ms.manual_seed(recipe.training.seed)  # after the constructors, of which stages call others
         self.loss_scale = loss_scale_of(recipe, mesh)
         self.optimizer, self.run_step = step_function(recipe, mesh, self.cells, self.loss_scale)
@@ -158,9 +159,9 @@ class Trainer:
         Where the loss or a gradient isn't finite, nothing is updated, and the row has a text about it, `not_finite`.
         """
         started = time.perf_counter()
-        batch = local_batch(self.recipe, self.mesh, self.rank, self.dataset, self.consumed)
+        batch = self._read(self.dataset, self.consumed)
         self.step += 1
-        self.consumed += self.batch_size
+        self.consumed += self.plan.samples
         rate, scale = learning_rate(self.recipe, self.step), self.loss_scale
         value = scale.value if scale else None
         scalars = self.optimizer.scalars(self.step - self.skipped, rate)
@@ -176,7 +177,7 @@ class Trainer:
             learning_rate=rate,
             gradient_norm=norm,
             seconds=seconds,
-            tokens_per_second=self.batch_size * self.recipe.train_dataset.seq_length / seconds,
+            tokens_per_second=self.plan.samples * self.recipe.train_dataset.seq_length / seconds,
         )
         if scale:
             row.update(loss_scale=value, skipped=self.skipped)
@@ -195,7 +196,7 @@ class Trainer:
         if names:
             cause = f"{len(names)} weights have gradients that aren't finite, in the order of the backward pass "
             cause += first_of(names, 3)
-        samples = f"samples {self.consumed - self.batch_size} to {self.consumed - 1}"
+        samples = f"samples {self.consumed - self.plan.samples} to {self.consumed - 1}"
         return (
             f"at step {self.step} ({samples}) the loss is {loss:g}, and the norm of all gradients {norm:g}: {cause}; "
             f"the weights stay as they were after step {self.step - 1}"
@@ -232,8 +233,8 @@ class Trainer:
         if carries_on and (others := set_aside(folder, self.step)):
             print(f"checkpoints of later steps are now {', '.join(others)}")
         kind = "micro-batches" if recipe.parallelism.pipeline_parallel == 1 else "pipeline runs"
-        count = accumulation_steps(recipe, self.mesh.axis_size("dp"))
-        print(f"{recipe.training.steps} steps of {count} {kind} on ranks {self.mesh}; run folder {folder}")
+        kind += f", {self.plan.empty} of whose rows are empty," if self.plan.empty else ""
+        print(f"{recipe.training.steps} steps of {self.plan.runs} {kind} on ranks {self.mesh}; run folder {folder}")
         writers = [records.metrics_writer(folder, after_step=self.step)]
         writers += [records.tensorboard_writer(folder)] if recipe.monitor.tensorboard else []
         return [*writers, records.progress_writer(recipe.training.steps, recipe.monitor.log_interval)]
