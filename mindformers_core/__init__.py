@@ -19,7 +19,8 @@ _EXPORTS = {
     "recompute": "swap",
     "pipeline": "PipelineStage",
     "sharding.replicas": "check_replicas",
-    "tensor_parallel": "DTensor distribute_tensor explain full_parameters jit local_map prepare programs shard split",
+    "tensor_parallel": "DTensor ShardConfig distribute_tensor explain full_parameters jit local_map prepare programs "
+    "shard split",
     "diff": "record_digests",
     "verification": "verify",
     "checkpoint": "Checkpointer global_checksums relayout",

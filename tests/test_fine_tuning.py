@@ -207,6 +207,8 @@ def test_adapters_in_python(tmp_path):
     assert merge_adapters(again) == ["up", "down"] and abs(changed - first) > 1e-3
     np.testing.assert_allclose(again(x).asnumpy(), changed, 1e-5)
     assert [*dict(again.parameters_and_names())] == [*dict(Own().parameters_and_names())]
+    saved = open_checkpoint(Checkpointer(str(tmp_path / "merged"), again).save(1))
+    assert [name for _, name in saved.tensors] == sorted(dict(Own().parameters_and_names()))
 
 
 def test_adapters_are_cut_as_their_weights():

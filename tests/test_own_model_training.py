@@ -229,6 +229,10 @@ def test_what_may_differ_where_a_checkpoint_is_loaded(recipe, tmp_path, capfd):
         assert main([*command, key]) == 0
         assert any(line.startswith(loaded + said) for line in capfd.readouterr().out.splitlines())
     for key, error in (
+        (
+            "train_dataset.seed=3",
+            r"train_dataset.seed: 3, but the run of .*/step_2 has 1, and its data and draws go on",
+        ),
         ("training.seed=3", r"training.seed: 3, but the run of .*/step_2 has 1, and its data and draws go on: take th"),
         ("model.num_hidden_layers=3", r".*has no model tensor 'blocks.2.weight' .*model.num_hidden_layers 3, not 2"),
     ):

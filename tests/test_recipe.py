@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from mindformers_core.data.datasets import dataset_of
 from mindformers_core.pipeline.schedules.named import SCHEDULES, schedule_class
 from mindformers_core.recipe.loader import RecipeError, load_recipe, recipe_to_yaml
 from mindformers_core.recipe.pipeline import layers_of_rank, layers_of_stages, recipe_timeline
@@ -43,6 +44,8 @@ def test_the_two_quickstart_recipes_differ_in_topology_only():
         ("train_dataset.data_path=a.txt", lambda recipe: recipe.train_dataset.data_path == ("a.txt",)),
         ("train_dataset.data_path=[a.txt, b.txt]", lambda recipe: recipe.train_dataset.data_path == ("a.txt", "b.txt")),
         ("checkpoint.load_path=output/a=b", lambda recipe: recipe.checkpoint.load_path == "output/a=b"),
+        ("train_dataset.seed=7", lambda recipe: dataset_of(recipe).seed == 7 and recipe.training.seed == 42),
+        ("training.seed=7", lambda recipe: dataset_of(recipe).seed == 7),
         ("monitor.plot=false", lambda recipe: recipe.monitor.plot is False),
     ],
 )

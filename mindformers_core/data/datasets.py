@@ -90,15 +90,15 @@ class OwnDataset:
 def dataset_of(recipe):
     """The dataset of a recipe: a `TokenDataset`, or the object that the function `train_dataset.factory` returns.
 
-    The function takes the recipe's section `train_dataset`, the model's config and the seed. The object has a method
-    `batch(first, count)`, which returns a tuple of arrays, each with samples `first` to `first + count - 1` of an
-    endless stream along its first dim. The stream is the same on all ranks; each rank requests its own samples.
+    The function takes the recipe's section `train_dataset`, the model's config and the data's seed. The object has a
+    method `batch(first, count)`, which returns a tuple of arrays, each with samples `first` to `first + count - 1` of
+    an endless stream along its first dim. The stream is the same on all ranks; each rank requests its own samples.
 
     Raises:
         ValueError: a factory that can't be imported. TypeError: an object without such a `batch`, as MindSpore's
             datasets. More: `open_dataset`.
     """
-    section, seed = recipe.train_dataset, recipe.training.seed
+    section, seed = recipe.train_dataset, recipe.data_seed
     if not section.factory:
         return open_dataset(section, recipe.model.vocab_size, seed)
     with errors_at("train_dataset.factory: ", kinds=ValueError):

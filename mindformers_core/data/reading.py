@@ -60,9 +60,17 @@ def batch_reader(recipe, plan, cells, rank):
     Args:
         recipe: the `Recipe`.
         plan: its `BatchPlan`.
-        cells: the rank's stages, see `build_cells`; the first one that takes an array says what of it is read, and
-            where none does, it is cut over dp.
+        cells: see `batch_layouts`.
         rank: number of the rank.
+    """
+    return partial(local_batch, plan, batch_layouts(recipe, cells), rank, ignored_rows(recipe))
+
+
+def batch_layouts(recipe, cells):
+    """The layouts of the arrays of a micro-batch.
+
+    Of a rank's stages, see `build_cells`, the first one that takes an array says what of it is read; where none does,
+    it is cut over dp.
     """
     layouts, mesh = [], tree_of(next(iter(cells.values()))).mesh
     for place, each in enumerate(sample_arrays(recipe)):
@@ -72,7 +80,7 @@ def batch_reader(recipe, plan, cells, rank):
             if name in boundary.arguments and (place > 0 or stage == 0):
                 layout = boundary.arriving_layout(name, len(each.shape))
         layouts.append(layout)
-    return partial(local_batch, plan, layouts, rank, ignored_rows(recipe))
+    return layouts
 
 
 def ignored_rows(recipe):

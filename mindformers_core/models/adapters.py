@@ -107,6 +107,8 @@ def add_adapters(net, rank, patterns, alpha=None, dropout=0.0):
 def merge_adapters(net):
     """Add the adapters to the weights of their layers, and remove them, in place, before `shard()`: their paths.
 
+    All weights stay frozen.
+
     Raises:
         ValueError: a net that is sharded.
     """
@@ -119,4 +121,6 @@ def merge_adapters(net):
         layer.__class__ = type(layer).__mro__[2]
         for name in ("lora_A", "lora_B"):
             del parameters_of(layer)[name]
+    for parameter in net.get_parameters():
+        parameter.is_base = False
     return list(layers)

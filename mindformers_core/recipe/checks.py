@@ -1,7 +1,7 @@
 """Checks of a recipe for keys that exclude each other. No MindSpore is called here."""
 
 from mindformers_core.recipe.pipeline import check_pipeline
-from mindformers_core.recipe.sections import batch_plan
+from mindformers_core.recipe.sections import batch_plan, dataset_layouts
 from mindformers_core.recompute.settings import check_compilable, check_gathers
 from mindformers_core.redistribution.quantities import named_device_model
 from mindformers_core.scopes import errors_at
@@ -79,6 +79,8 @@ def _check_data(recipe):
         raise ValueError(
             f"train_dataset.seq_length: {dataset.seq_length} is more than model.max_position_embeddings {longest}"
         )
+    if recipe.spec.inputs:
+        dataset_layouts(dataset, recipe.spec.inputs)
     if dataset.factory:
         return
     if vocab_size is None:

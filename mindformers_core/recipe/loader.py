@@ -75,7 +75,25 @@ def recipe_from_dict(sections):
         sections = sections | {"model": {key: value for key, value in model.items() if key != "name"}}
     recipe = _convert(sections, _recipe_class(name), "")
     check_recipe(recipe)
+    if recipe.evaluation.interval:
+        check_recipe(evaluated(recipe))
     return recipe
+
+
+def evaluated(recipe):
+    """The recipe with the data of its section `evaluation` in the place of `train_dataset`.
+
+    Raises:
+        TypeError, ValueError: a wrong key there; no key, so that it would be the training data.
+    """
+    if not recipe.evaluation.dataset:
+        raise ValueError(
+            "evaluation.dataset: missing: training data would be evaluated: give the keys of train_dataset that "
+            "differ, as {data_path: [held_out.txt]}"
+        )
+    keys = _plain(recipe.train_dataset) | recipe.evaluation.dataset
+    section = _convert(keys, type(recipe.train_dataset), "evaluation.dataset")
+    return dataclasses.replace(recipe, train_dataset=section)
 
 
 def _recipe_class(name):

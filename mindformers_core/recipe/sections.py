@@ -9,11 +9,14 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from mindformers_core.batches import BatchPlan
+from mindformers_core.hints import nearest
+from mindformers_core.layout import layout
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.models.configuration import MOST_LAYERS, LlamaConfig
 from mindformers_core.models.spec import DEFAULT_MODEL, model_spec
 from mindformers_core.ranges import bounded
 from mindformers_core.recompute.settings import RecomputeSettings, SwapSettings
+from mindformers_core.scopes import errors_at
 
 MESH_AXES = ("pp", "dp", "cp", "tp")
 _DECAYS = {  # fraction of the steps after warm-up -> remaining fraction of learning_rate - lr_end
@@ -21,6 +24,7 @@ _DECAYS = {  # fraction of the steps after warm-up -> remaining fraction of lear
     "LinearWithWarmUpLR": lambda progress: 1.0 - progress,
     "CosineWithWarmUpLR": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
 }
+_STRATEGIES = {"full_batch": [], "data_parallel": ["dp"]}  # layouts of an array
 _RANKS, _MANY = 2**17, 10**9  # the most on an axis, and altogether; the most steps, or sequences of a step
 
 
@@ -99,9 +103,23 @@ class TrainDataset:
     data_path: tuple[str, ...] = ()  # files, or folders with text; default: the sources of Python's standard library
     seq_length: int = bounded(1024, 1, 2**24)
     max_bytes: int = bounded(16_000_000, 1, 2**50)  # further text is ignored
+    seed: int | None = bounded(None, 0, 2**32 - 1)  # of the order of sequences; default: training.seed
     cache_dir: str = "~/.cache/mindformers_core"  # folder for the concatenated bytes of text files
     factory: str = ""  # package.module:function that opens a user's dataset, see docs/models.md
     options: dict = field(default_factory=dict, hash=False)  # further settings for that function
+    # what a rank reads of a batch: full_batch: all, data_parallel: rows by dp, or a list with a layout for each array,
+    # as [[dp, null, tp], [dp]]; default: what the model's shard() declares
+    dataset_strategy: str | list | None = field(default=None, hash=False)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Loss and perplexity of held-out samples, those of one card on any mesh, see metrics.md."""
+
+    interval: int = bounded(0, 0, _MANY)  # steps between evaluations, of which the last step has one, too; 0: none
+    samples: int = bounded(64, 1, _MANY)  # of an evaluation: the first ones of the dataset
+    dataset: dict = field(default_factory=dict, hash=False)  # keys of train_dataset with other values than there
+    metrics: tuple[str, ...] = ()  # package.module:Class of a `Metric`
 
 
 @dataclass(frozen=True)
@@ -178,6 +196,7 @@ class Recipe:
     optimizer: Optimizer = Optimizer()
     lr_scheduler: LrScheduler = LrScheduler()
     train_dataset: TrainDataset = TrainDataset()
+    evaluation: Evaluation = Evaluation()
     precision: Precision = Precision()
     adapters: Adapters = Adapters()
     checkpoint: Checkpoint = Checkpoint()
@@ -191,6 +210,11 @@ class Recipe:
     def spec(self):
         """The `ModelSpec` of the model."""
         return model_spec(self.model_name)
+
+    @property
+    def data_seed(self):
+        """The seed of the order of data."""
+        return self.training.seed if self.train_dataset.seed is None else self.train_dataset.seed
 
 
 def mesh_shape(recipe, world_size=None):
@@ -273,6 +297,27 @@ def micro_batches_of_a_run(recipe):
             f"parallelism.pipeline_parallel_microbatch_size {size}: try {max(size, batch // size * size)}"
         )
     return batch // size
+
+
+def dataset_layouts(section, names):
+    """Name of an array of the dataset -> the layout that `train_dataset.dataset_strategy` gives it; {} without one.
+
+    Raises:
+        ValueError, TypeError: another strategy, or more layouts than names.
+    """
+    given = section.dataset_strategy or []
+    if isinstance(given, str):
+        if given not in _STRATEGIES:
+            raise ValueError(
+                f"train_dataset.dataset_strategy: {given!r} is not one of {', '.join(_STRATEGIES)}"
+                f"{nearest(given, _STRATEGIES)}, or a list with a layout for each array"
+            )
+        given = [_STRATEGIES[given]] * len(names)
+    if len(given) > len(names):
+        raise ValueError(f"train_dataset.dataset_strategy: {given} has more layouts than the model inputs {names}")
+    with errors_at("train_dataset.dataset_strategy: "):
+        listed = [[entries] if isinstance(entries, str) else entries or () for entries in given]
+        return {name: layout(*entries) for name, entries in zip(names, listed)}
 
 
 def learning_rate(recipe, step):

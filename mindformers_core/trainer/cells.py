@@ -3,9 +3,10 @@
 import mindspore as ms
 
 from mindformers_core.models.adapters import adapted_layers, add_adapters
+from mindformers_core.program.structure import call_signature
 from mindformers_core.recipe.checks import recipe_device_model
 from mindformers_core.recipe.pipeline import layers_of_rank
-from mindformers_core.recipe.sections import batch_plan
+from mindformers_core.recipe.sections import batch_plan, dataset_layouts
 from mindformers_core.recipe.zero import zero_settings
 from mindformers_core.recompute import recompute, swap
 from mindformers_core.scopes import errors_at
@@ -26,7 +27,7 @@ def build_cells(recipe, mesh, rank):
     layers, mesh, is_part = stages_of(recipe, mesh, rank)
     for stage, part in layers.items():
         net = build_model(recipe, part).set_train()
-        shard(net, mesh, recipe.parallelism, **shard_settings(recipe))
+        shard(net, mesh, recipe.parallelism, inputs=_arriving(recipe, net, stage), **shard_settings(recipe))
         cells[stage] = swap(recompute(net, recipe.recompute, is_part=is_part), recipe.swap, is_part=is_part)
     for net in cells.values():
         hsdp(net, **zero)
@@ -50,6 +51,14 @@ def build_model(recipe, part=None):
             paths = [path for path in adapted_layers(whole, section.patterns) if path in own]
             add_adapters(net, section.rank, paths, section.alpha, section.dropout)
     return net
+
+
+def _arriving(recipe, net, stage):
+    """Name of an argument of a stage -> the layout in which it is read, where the recipe gives one."""
+    arguments = [*call_signature(type(net).construct).parameters][1:]
+    names = recipe.spec.inputs or arguments
+    layouts = dataset_layouts(recipe.train_dataset, names)
+    return {name: given for name, given in layouts.items() if name in arguments and (stage == 0 or name != names[0])}
 
 
 def shard_settings(recipe):

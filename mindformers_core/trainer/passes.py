@@ -15,10 +15,11 @@ from mindformers_core.zero import value_and_grad
 
 
 def model_passes(recipe, mesh, cells, loss_scale):
-    """`(parameters, run, clipping)` without a pipeline.
+    """`(parameters, run, clipping, forward)` without a pipeline.
 
     `run(arrays)` returns the results of all runs, tuples that begin with the loss, and the reduced gradients of the
-    parameters; `clipping` are keyword arguments of `ClipByGlobalNorm`.
+    parameters; `clipping` are keyword arguments of `ClipByGlobalNorm`. `forward(batches)` returns the results of the
+    arrays of micro-batches, a list of at most as many as a run has, without gradients.
     """
     gradient_of = value_and_grad(cells[0], recipe.context.mode == 0, loss_scale, recipe.spec.loss)
     gradient_of.prepare(*_computed(micro_batch(recipe, cells[0])))
@@ -39,7 +40,11 @@ def model_passes(recipe, mesh, cells, loss_scale):
             losses.append(results if isinstance(results, tuple) else (results,))
         return losses, gradients
 
-    return cells[0].trainable_params(), run, {}
+    def forward(batches):
+        results = cells[0](*batches[0])
+        return tuple(each.to_local() for each in (results if isinstance(results, tuple) else (results,)))
+
+    return cells[0].trainable_params(), run, {}, forward
 
 
 def pipeline_passes(recipe, mesh, cells, loss_scale):
@@ -67,10 +72,16 @@ def pipeline_passes(recipe, mesh, cells, loss_scale):
         gradients = gradients if loss_scale is None else loss_scale.unscale(gradients)
         return [each if isinstance(each, tuple) else (each,) for each in losses], gradients
 
+    def forward(batches):
+        batches = [((first,), dict(zip(names, others, strict=True))) for first, *others in batches]
+        results = schedule.run_microbatches(batches, training=False)
+        return results if isinstance(results, tuple) else (results,)
+
     counted = _once_each(stages, "counted")
     dtypes = {dtype_name(parameter.dtype) for net in cells.values() for parameter in net.get_parameters()}
     dtype = ms.float64 if "float64" in dtypes else ms.float32  # a stage may train nothing
-    return _once_each(stages, "parameters"), run, {"mesh": mesh, "over": ("pp",), "counted": counted, "dtype": dtype}
+    clipping = {"mesh": mesh, "over": ("pp",), "counted": counted, "dtype": dtype}
+    return _once_each(stages, "parameters"), run, clipping, forward
 
 
 def _computed(metas):

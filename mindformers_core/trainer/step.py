@@ -26,18 +26,19 @@ def step_parts(recipe, mesh, cells, loss_scale=None):
         loss_scale: a `LossScale`. Default: none.
 
     Returns:
-        `(run, clip, optimizer)`: a function of the local inputs of the model, a sequence of tensors of shape (runs,
-        samples of one, …), that returns the results of all runs and the reduced gradients of the parameters, None where
-        the loss scale finds one that isn't finite; the
-        `ClipByGlobalNorm`, and the `AdamW` of the trainable parameters.
+        `(run, clip, optimizer, forward)`: a function of the local inputs of the model, a sequence of tensors of shape
+        (runs, samples of one, …), that returns the results of all runs and the reduced gradients of the parameters,
+        None where the loss scale finds one that isn't finite; the `ClipByGlobalNorm`; the `AdamW` of the trainable
+        parameters; and `forward` of `model_passes`.
 
     Raises:
         ValueError: on all ranks of the pipeline: stages that contradict each other, or a stage without a program.
     """
     functions = model_passes if recipe.parallelism.pipeline_parallel == 1 else pipeline_passes
-    parameters, run, clipping = functions(recipe, mesh, cells, loss_scale)
+    parameters, run, clipping, forward = functions(recipe, mesh, cells, loss_scale)
     optimizer = AdamW(parameters, recipe.optimizer)
-    return run, ClipByGlobalNorm(optimizer.parameters, recipe.training.max_norm, **clipping), optimizer
+    clip = ClipByGlobalNorm(optimizer.parameters, recipe.training.max_norm, **clipping)
+    return run, clip, optimizer, forward
 
 
 def step_function(recipe, mesh, cells, loss_scale=None):
@@ -47,16 +48,16 @@ def step_function(recipe, mesh, cells, loss_scale=None):
     sequence of runs and the collectives of gradients are run by Python.
 
     Returns:
-        `(optimizer, step)`: an `AdamW` of the trainable parameters of this rank, and a function that updates them. Its
-        arguments are the local inputs of the model, as of `step_parts`, the float32 scalars of `AdamW.scalars`, and a
-        function to call before the update.
+        `(optimizer, step, forward)`: an `AdamW` of the trainable parameters of this rank, a function that updates them,
+        and `forward` of `model_passes`. The function's arguments are the local inputs of the model, as of `step_parts`,
+        the float32 scalars of `AdamW.scalars`, and a function to call before the update.
         Results are the mean loss, a tensor, which nobody has read, the gradients' norm before clipping, a float, both
         equal on all ranks, and None.
         Where one of them isn't finite, no rank updates anything, and in place of None are the paths of this rank's
         parameters whose gradients aren't, in the order of the backward pass. Where the loss scale skips the step, the
         norm is infinite, with None.
     """
-    run, clip, optimizer = step_parts(recipe, mesh, cells, loss_scale)
+    run, clip, optimizer, forward = step_parts(recipe, mesh, cells, loss_scale)
 
     def norm_of(*gradients):  # one by one: tensors in a tuple would be compiled in as constants
         return clip.norm(gradients)
@@ -87,7 +88,7 @@ def step_function(recipe, mesh, cells, loss_scale=None):
         _hold(optimizer, {**moments, "parameter": optimizer.parameters})
         return loss, number, None
 
-    return optimizer, step
+    return optimizer, step, forward
 
 
 def mean_loss(results, form):

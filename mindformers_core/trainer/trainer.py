@@ -29,6 +29,7 @@ from mindformers_core.trainer.checkpoints import (
     resume,
     save_job,
 )
+from mindformers_core.trainer.evaluation import Evaluator
 from mindformers_core.trainer.joining import enter_world
 from mindformers_core.trainer.recording import start_recording
 from mindformers_core.trainer.step import step_function
@@ -85,10 +86,11 @@ class Trainer:
         self._read = batch_reader(recipe, self.plan, self.cells, self.rank)
         ms.manual_seed(recipe.training.seed)  # after the constructors, of which stages call others
         self.loss_scale = loss_scale_of(recipe, mesh)
-        self.optimizer, self.run_step = step_function(recipe, mesh, self.cells, self.loss_scale)
+        self.optimizer, self.run_step, self._forward = step_function(recipe, mesh, self.cells, self.loss_scale)
         self.checkpointer = checkpointer_of(recipe, mesh, self.cells, self.optimizer)
         self.step = self.consumed = self.skipped = self.skipped_in_a_row = 0
         self.loaded_config = self.summary = None
+        self._evaluator = self._evaluator_of(None) if recipe.evaluation.interval else None
         self._has_folder = False
         if checkpoint is not None:
             resume(self, checkpoint)
@@ -132,6 +134,8 @@ class Trainer:
                         if section.enable_save and (at_end or self.step % section.save_interleaved_steps == 0):
                             is_due = True
                             save_job(self)
+                        if self._evaluator and (at_end or self.step % self.recipe.evaluation.interval == 0):
+                            row.update(self._evaluator.run())
                         yield row
                     finally:
                         recorder.add(row, is_due or at_end)
@@ -152,6 +156,17 @@ class Trainer:
         if self.checkpointer.newest == step_folder(self.checkpointer.folder, self.step):
             return self.checkpointer.newest
         return save_job(self)
+
+    def evaluate(self, dataset=None):
+        """The loss, perplexity and other metrics of held-out samples: a dict, see `Evaluator.run`.
+
+        Args:
+            dataset: an object with `batch(first, count)`. Default: that of the recipe's `evaluation.dataset`.
+        """
+        return (self._evaluator if self._evaluator and dataset is None else self._evaluator_of(dataset)).run()
+
+    def _evaluator_of(self, dataset):
+        return Evaluator(self.recipe, self.plan, self.rank, self.cells, self._forward, dataset)
 
     def train_step(self):
         """Run one optimizer step, without records; returns its `Row`.

@@ -1,5 +1,6 @@
 """Checkpoints of ranks: saved on a mesh, resumed on others and by each rank alone; the failure of one rank."""
 
+import json
 import os
 import shutil
 import tempfile
@@ -68,6 +69,7 @@ def case_resumed_run_with_few_checkpoints():
     folder = folder_of("runs")
     places = (f"train_dataset.data_path={CONFIGS}", f"train_dataset.cache_dir={folder}/cache")
     saving = ("checkpoint.enable_save=true", "checkpoint.save_interleaved_steps=1", "checkpoint.keep_last=2")
+    evaluating = ("evaluation.interval=4", "evaluation.samples=7", "evaluation.dataset={max_bytes: 1000}")
 
     def run(name, *overrides):
         overrides = [*SMALL, *places, f"training.output_dir={folder}/{name}", *overrides]
@@ -75,13 +77,17 @@ def case_resumed_run_with_few_checkpoints():
         job.run()
         gather_values(job.mesh, None)
         losses = read_losses(f"{folder}/{name}")
+        rows = map(json.loads, Path(f"{folder}/{name}/metrics.jsonl").read_text().splitlines())
+        evaluated.append([row["eval_loss"] for row in rows if "eval_loss" in row])
         gather_values(job.mesh, None)
         return losses
 
-    unbroken = run("unbroken", *saving, "checkpoint.keep_every=3", "checkpoint.async_save=true")
+    evaluated = []
+    unbroken = run("unbroken", *saving, *evaluating, "checkpoint.keep_every=3", "checkpoint.async_save=true")
     assert sorted(os.listdir(f"{folder}/unbroken/checkpoint")) == ["step_3", "step_4"]
     path = f"checkpoint.load_path={folder}/unbroken/checkpoint/step_3"
-    assert run("resumed", path) == {4: unbroken[4]}
+    assert run("resumed", path, *evaluating) == {4: unbroken[4]}
+    assert len(evaluated[0]) == 1 and evaluated[0] == evaluated[1]
     if world().rank == 0:
         check_checksums(open_checkpoint(f"{folder}/unbroken/checkpoint/step_4"))
         shutil.rmtree(folder)
