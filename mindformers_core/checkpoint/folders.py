@@ -3,7 +3,7 @@
 import os
 import re
 
-from mindformers_core.checkpoint.index import CHECKSUMS, CONFIG, MODEL_INDEX
+from mindformers_core.checkpoint.index import ADAPTERS, CHECKSUMS, CONFIG, MODEL_INDEX
 from mindformers_core.checkpoint.slices import FileLayer
 from mindformers_core.scopes import errors_at
 
@@ -20,12 +20,14 @@ def find_checkpoint(path):
     """The folder of a checkpoint at `path`: the folder itself, or the newest complete one of a run folder.
 
     Args:
-        path: one of our folders, or of Hugging Face's, with `model.safetensors`; or a run folder.
+        path: one of our folders, or of Hugging Face's, with `model.safetensors` or adapters; or a run folder.
 
     Raises:
         FileNotFoundError: there is none.
     """
-    if any(os.path.isfile(os.path.join(path, name)) for name in (CHECKSUMS, MODEL_INDEX, "model.safetensors")):
+    if any(
+        os.path.isfile(os.path.join(path, name)) for name in (CHECKSUMS, MODEL_INDEX, "model.safetensors", ADAPTERS)
+    ):
         return path
     found = newest_checkpoint(path)
     if found is None:

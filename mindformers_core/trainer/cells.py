@@ -2,12 +2,14 @@
 
 import mindspore as ms
 
+from mindformers_core.models.adapters import adapted_layers, add_adapters
 from mindformers_core.program.structure import call_signature
 from mindformers_core.recipe.checks import recipe_device_model
 from mindformers_core.recipe.pipeline import layers_of_rank
 from mindformers_core.recipe.sections import batch_plan, dataset_layouts
 from mindformers_core.recipe.zero import zero_settings
 from mindformers_core.recompute import recompute, swap
+from mindformers_core.scopes import errors_at
 from mindformers_core.tensor_parallel import shard
 from mindformers_core.zero import hsdp, tie_shards
 from mindformers_core.zero.loss_scale import LossScale
@@ -24,14 +26,31 @@ def build_cells(recipe, mesh, rank):
     zero, cells = zero_settings(recipe, mesh), {}
     layers, mesh, is_part = stages_of(recipe, mesh, rank)
     for stage, part in layers.items():
-        with ms.DeviceCtx("meta"):
-            net = recipe.spec.build(recipe.model, part).set_train()
+        net = build_model(recipe, part).set_train()
         shard(net, mesh, recipe.parallelism, inputs=_arriving(recipe, net, stage), **shard_settings(recipe))
         cells[stage] = swap(recompute(net, recipe.recompute, is_part=is_part), recipe.swap, is_part=is_part)
     for net in cells.values():
         hsdp(net, **zero)
     tie_shards(list(cells.values()), recipe.spec.tied(recipe.model))
     return cells
+
+
+def build_model(recipe, part=None):
+    """The recipe's model with its adapters, or the stage of it with the layers `part`, on the meta device.
+
+    Raises:
+        ValueError: a pattern of `adapters.patterns` matches no layer of the whole model.
+    """
+    section = recipe.adapters
+    with ms.DeviceCtx("meta"):
+        net = recipe.spec.build(recipe.model, part)
+        whole = recipe.spec.build(recipe.model) if section.rank and part is not None else net
+    if section.rank:
+        own = {path for path, _ in net.cells_and_names()}
+        with errors_at("adapters.patterns: ", f": {section.page}"):
+            paths = [path for path in adapted_layers(whole, section.patterns) if path in own]
+            add_adapters(net, section.rank, paths, section.alpha, section.dropout)
+    return net
 
 
 def _arriving(recipe, net, stage):
