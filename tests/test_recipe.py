@@ -8,9 +8,10 @@ import pytest
 import yaml
 
 from mindformers_core.pipeline.schedules.named import SCHEDULES, schedule_class
+from mindformers_core.recipe.learning_rate import learning_rate
 from mindformers_core.recipe.loader import load_recipe, recipe_to_yaml
 from mindformers_core.recipe.pipeline import layers_of_rank, layers_of_stages, recipe_timeline
-from mindformers_core.recipe.sections import accumulation_steps, learning_rate, mesh_shape
+from mindformers_core.recipe.sections import accumulation_steps, mesh_shape
 from mindformers_core.recipe.text import parse_overrides
 
 CONFIGS = Path(__file__).parent.parent / "configs"

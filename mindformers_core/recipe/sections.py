@@ -4,23 +4,19 @@ Sections and keys are named as in MindSpore Transformers' current (PyNative) YAM
 Face's `config.json`.
 """
 
-import math
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.models.configuration import MOST_LAYERS, LlamaConfig
 from mindformers_core.models.spec import DEFAULT_MODEL, model_spec
+from mindformers_core.optimizers.settings import AdamWSettings
 from mindformers_core.ranges import bounded
+from mindformers_core.recipe.learning_rate import MOST_STEPS, LrScheduler
 from mindformers_core.recompute.settings import RecomputeSettings, SwapSettings
 
 MESH_AXES = ("pp", "dp", "cp", "tp")
-_DECAYS = {  # fraction of the steps after warm-up -> remaining fraction of learning_rate - lr_end
-    "ConstantWarmUpLR": lambda progress: 1.0,
-    "LinearWithWarmUpLR": lambda progress: 1.0 - progress,
-    "CosineWithWarmUpLR": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
-}
-_RANKS, _MANY = 2**17, 10**9  # the most on an axis, and altogether; the most steps, or sequences of a step
+_RANKS, _MANY = 2**17, MOST_STEPS  # the most on an axis, and altogether; the most steps, or sequences of a step
 
 
 @dataclass(frozen=True)
@@ -66,29 +62,6 @@ class Parallelism:
     def batch_axes(self):
         """Mesh axes that shard a batch; `shard()` hooks read this attribute."""
         return ("dp",)
-
-
-@dataclass(frozen=True)
-class Optimizer:
-    """AdamW (Loshchilov and Hutter 2019), with bias correction."""
-
-    type: Literal["AdamW"] = "AdamW"
-    betas: tuple[float, float] = bounded((0.9, 0.95), 0, below=1)
-    eps: float = bounded(1e-8, 0.0, 1)
-    weight_decay: float = bounded(0.01, 0.0, 100)
-    weight_decay_exclude: tuple[str, ...] = ("*norm*", "*bias*")  # patterns of parameter names that don't decay
-    weight_decay_vectors: bool = False  # whether tensors of one dim (scales of norms, biases) and scalars decay, too
-
-
-@dataclass(frozen=True)
-class LrScheduler:
-    """The learning rate at every step: linear from 0 during warm-up, then as `type` selects."""
-
-    type: Literal["ConstantWarmUpLR", "LinearWithWarmUpLR", "CosineWithWarmUpLR"] = "CosineWithWarmUpLR"
-    learning_rate: float = bounded(1e-5, 0.0, 100)  # at the end of warm-up
-    lr_end: float = bounded(0.0, 0.0, 100)  # at the last step
-    warmup_steps: int = bounded(0, 0, _MANY)
-    warmup_ratio: float | None = bounded(None, 0.0, below=1.0)  # of training.steps, instead of warmup_steps
 
 
 @dataclass(frozen=True)
@@ -163,8 +136,8 @@ class Recipe:
     model: LlamaConfig  # or the config of another model, which the key model.name selects
     training: Training = Training()
     parallelism: Parallelism = Parallelism()
-    optimizer: Optimizer = Optimizer()
-    lr_scheduler: LrScheduler = LrScheduler()
+    optimizer: AdamWSettings = AdamWSettings()  # or the settings of another optimizer, which its key type selects
+    lr_scheduler: LrScheduler = LrScheduler()  # as well
     train_dataset: TrainDataset = TrainDataset()
     precision: Precision = Precision()
     checkpoint: Checkpoint = Checkpoint()
@@ -247,19 +220,3 @@ def accumulation_steps(recipe, dp_size):
             f"{max(local * dp_size, size - rest)}"
         )
     return steps
-
-
-def learning_rate(recipe, step):
-    """The learning rate of `step`, from 1 to `training.steps`; it needs no device, and is the same in a resumed run.
-
-    During warm-up the rate increases linearly to `lr_scheduler.learning_rate`. After it the rate is constant
-    (ConstantWarmUpLR), or decreases to `lr_end` at the last step, linearly (LinearWithWarmUpLR) or as half a cosine
-    (CosineWithWarmUpLR; Loshchilov and Hutter 2017, without restarts).
-    """
-    schedule, warmup = recipe.lr_scheduler, recipe.lr_scheduler.warmup_steps
-    if schedule.warmup_ratio is not None:
-        warmup = math.ceil(schedule.warmup_ratio * recipe.training.steps)
-    if step < warmup:
-        return schedule.learning_rate * step / warmup
-    progress = (step - warmup) / max(1, recipe.training.steps - warmup)
-    return schedule.lr_end + (schedule.learning_rate - schedule.lr_end) * _DECAYS[schedule.type](progress)

@@ -35,9 +35,8 @@ class ClipByGlobalNorm(nn.Cell):
         counted = (True,) * len(parameters) if counted is None else counted
         pairs = enumerate(zip(parameters, counted, strict=True))
         # MindSpore leaves a sum of no elements unwritten
-        places = grouped((sharding_of(each), place) for place, (each, counts) in pairs if counts and each.size)
-        self.places = tuple(tuple(entry) for entry in places.values())
-        self.sums = nn.CellList([sum_cell(mesh, axes) for mesh, axes in places])
+        places = [place for place, (each, counts) in pairs if counts and each.size]
+        self.places, self.sums = sums_over_parts(parameters, places)
         self.sum_of_all = sum_cell(mesh, tuple(over))
 
     def construct(self, gradients):
@@ -73,6 +72,15 @@ class ClipByGlobalNorm(nn.Cell):
 def clip_by_global_norm(gradients, parameters, max_norm, **across_stages):
     """`ClipByGlobalNorm(parameters, max_norm, …)(gradients)`, in PyNative: a compiled function needs the Cell."""
     return ClipByGlobalNorm(parameters, max_norm, **across_stages)(tuple(gradients))
+
+
+def sums_over_parts(parameters, places):
+    """Places of parameters, together where the same axes shard them: tuples, and of each the Cell that sums over these.
+
+    The Cells are a `CellList`.
+    """
+    groups = grouped((sharding_of(parameters[place]), place) for place in places)
+    return tuple(map(tuple, groups.values())), nn.CellList([sum_cell(mesh, axes) for mesh, axes in groups])
 
 
 def sum_cell(mesh, axes):

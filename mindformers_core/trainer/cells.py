@@ -24,12 +24,30 @@ def build_cells(recipe, mesh, rank):
     for stage, part in layers.items():
         with ms.DeviceCtx("meta"):
             net = recipe.spec.build(recipe.model, part).set_train()
+        for path, parameter in net.parameters_and_names():
+            if recipe.optimizer.placed(path, len(parameter.shape)).frozen:
+                parameter.requires_grad = False  # before shard() and hsdp(), which ask for it
         shard(net, mesh, recipe.parallelism, **shard_settings(recipe))
         cells[stage] = swap(recompute(net, recipe.recompute, is_part=is_part), recipe.swap, is_part=is_part)
     for net in cells.values():
         hsdp(net, **zero)
     tie_shards(list(cells.values()), recipe.spec.tied(recipe.model))
     return cells
+
+
+def check_groups(recipe):
+    """Raise `ValueError` for a pattern of `optimizer.groups` that matches no parameter of the whole model."""
+    if recipe.optimizer.groups:
+        with ms.DeviceCtx("meta"):
+            whole = recipe.spec.build(recipe.model)
+        recipe.optimizer.check_names([path for path, _ in whole.parameters_and_names()])
+
+
+def placed_of(recipe, cells):
+    """A dict, name -> `Placed`, of the parameters of a rank's stages that are trained, or that a group freezes."""
+    named = {path: each for net in cells.values() for path, each in net.parameters_and_names()}
+    placed = {path: recipe.optimizer.placed(path, len(each.global_shape)) for path, each in named.items()}
+    return {path: each for path, each in placed.items() if each.frozen or named[path].requires_grad}
 
 
 def shard_settings(recipe):

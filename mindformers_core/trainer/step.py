@@ -1,11 +1,13 @@
 """One optimizer step over a rank's Cells: passes, clipping, update."""
 
 import math
+from collections import Counter
 
 from mindspore import ops
 
+from mindformers_core.checkpoint.tensors import states_of
 from mindformers_core.communication.world import process_state
-from mindformers_core.optimizers.adamw import AdamW
+from mindformers_core.optimizers.grouped import GroupedOptimizer
 from mindformers_core.tensor_parallel import jit
 from mindformers_core.tensor_parallel.clipping import ClipByGlobalNorm
 from mindformers_core.trainer.passes import model_passes, pipeline_passes
@@ -29,14 +31,14 @@ def step_parts(recipe, mesh, cells, loss_scale=None):
         `(run, clip, optimizer)`: a function of the local inputs of the model, a sequence of tensors of shape (runs,
         samples of one, …), that returns the results of all runs and the reduced gradients of the parameters, None where
         the loss scale finds one that isn't finite; the
-        `ClipByGlobalNorm`, and the `AdamW` of the trainable parameters.
+        `ClipByGlobalNorm`, and the `GroupedOptimizer` of the trainable parameters.
 
     Raises:
         ValueError: on all ranks of the pipeline: stages that contradict each other, or a stage without a program.
     """
     functions = model_passes if recipe.parallelism.pipeline_parallel == 1 else pipeline_passes
     parameters, run, clipping = functions(recipe, mesh, cells, loss_scale)
-    optimizer = AdamW(parameters, recipe.optimizer)
+    optimizer = GroupedOptimizer(parameters, recipe.optimizer)
     return run, ClipByGlobalNorm(optimizer.parameters, recipe.training.max_norm, **clipping), optimizer
 
 
@@ -47,9 +49,9 @@ def step_function(recipe, mesh, cells, loss_scale=None):
     sequence of runs and the collectives of gradients are run by Python.
 
     Returns:
-        `(optimizer, step)`: an `AdamW` of the trainable parameters of this rank, and a function that updates them. Its
-        arguments are the local inputs of the model, as of `step_parts`, the float32 scalars of `AdamW.scalars`, and a
-        function to call before the update.
+        `(optimizer, step)`: the `GroupedOptimizer` of the trainable parameters of this rank, and a function that
+        updates them. Its arguments are the local inputs of the model, as of `step_parts`, the optimizer's `scalars`,
+        and a function to call before the update.
         Results are the mean loss and the gradients' norm before clipping, floats that are equal on all ranks, and None.
         Where one of them isn't finite, no rank updates anything, and in place of None are the paths of this rank's
         parameters whose gradients aren't, in the order of the backward pass. Where the loss scale skips the step, the
@@ -60,12 +62,14 @@ def step_function(recipe, mesh, cells, loss_scale=None):
     def norm_of(*gradients):  # one by one: tensors in a tuple would be compiled in as constants
         return clip.norm(gradients)
 
-    def update(rate, eps, decay, norm, *gradients):
-        optimizer(clip.clipped(gradients, norm), rate, eps, decay)
+    count, states = len(optimizer.scalars(1, 0.0)), _numbered_states(optimizer)
+
+    def update(norm, *tensors):
+        optimizer(clip.clipped(tensors[count:], norm), *tensors[:count])
 
     norm_of, update = map(jit, (norm_of, update)) if recipe.context.mode == 0 else (norm_of, update)
 
-    def step(arrays, rate, eps, decay, before_update):
+    def step(arrays, scalars, before_update):
         results, gradients = run(arrays)
         loss = mean_loss(results, recipe.spec.loss)
         if gradients is None:
@@ -77,11 +81,13 @@ def step_function(recipe, mesh, cells, loss_scale=None):
             pairs = zip(reversed(optimizer.parameters), reversed(gradients))
             return *numbers, [parameter.name for parameter, each in pairs if not all_finite(None, (each,))]
         before_update()
-        update(rate, eps, decay, norm, *gradients)
-        for what, number in {"loss": loss, "gradient norm": norm, "rate": rate, "decay": decay}.items():
+        update(norm, *scalars, *gradients)
+        named = {"rate" if place == 0 else f"scalar {place}": each for place, each in enumerate(scalars)}
+        for what, number in {"loss": loss, "gradient norm": norm, **named}.items():
             process_state().observer.held(what, number)
-        moments = {"moment 1": optimizer.moments1, "moment 2": optimizer.moments2}
-        _hold(optimizer, {**moments, "parameter": optimizer.parameters})
+        for what, state, parameter in states:
+            process_state().observer.held(what, state, parameter)
+        _hold(optimizer, {"parameter": optimizer.parameters})
         return *numbers, None
 
     return optimizer, step
@@ -91,6 +97,13 @@ def mean_loss(results, form):
     """The loss of a step, from the results of its runs; `form`: see `ModelSpec.loss`."""
     losses, *others = zip(*results)
     return sum(losses) / (ops.maximum(sum(others[0]), 1) if form == "sum" else len(losses))
+
+
+def _numbered_states(optimizer):
+    """`("moment 1", state, parameter)` of the states that lie with a parameter, by their number there."""
+    seen, placed = Counter(), [(state, parameter) for state, parameter in states_of(optimizer) if parameter is not None]
+    numbers = [seen.update((parameter.name,)) or seen[parameter.name] for _, parameter in placed]
+    return [(f"moment {number}", *pair) for number, pair in zip(numbers, placed)]
 
 
 def _hold(optimizer, computed):

@@ -4,7 +4,7 @@ import math
 import os
 import time
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import mindspore as ms
 
@@ -19,12 +19,13 @@ from mindformers_core.diff.recorder import perturb
 from mindformers_core.files import write_whole
 from mindformers_core.hints import first_of
 from mindformers_core.mesh import DeviceMesh
-from mindformers_core.optimizers.adamw import AdamW, decay_lines
+from mindformers_core.optimizers.settings import Placed, placed_lines
+from mindformers_core.recipe.learning_rate import learning_rate
 from mindformers_core.recipe.loader import recipe_keys, recipe_to_yaml
-from mindformers_core.recipe.sections import Recipe, accumulation_steps, learning_rate, recipe_mesh
+from mindformers_core.recipe.sections import Recipe, accumulation_steps, recipe_mesh
 from mindformers_core.sharding.replicas import check_replicas
 from mindformers_core.trainer import records
-from mindformers_core.trainer.cells import build_cells, loss_scale_of
+from mindformers_core.trainer.cells import build_cells, check_groups, loss_scale_of, placed_of
 from mindformers_core.trainer.checkpoints import (
     checkpointer_of,
     going_on,
@@ -46,7 +47,7 @@ class Job:
     mesh: object
     dataset: object  # see `dataset_of`
     cells: dict  # see `build_cells`
-    optimizer: AdamW
+    optimizer: object  # a `GroupedOptimizer`
     run_step: object  # see `step_function`
     batch_size: int  # sequences of a step, of all dp ranks together
     checkpointer: Checkpointer
@@ -104,6 +105,7 @@ def begin_job(recipe, mesh, rank, dataset, checkpoint=None):
     """
     dp_size = mesh.axis_size("dp")
     batch_size = recipe.training.local_batch_size * dp_size * accumulation_steps(recipe, dp_size)
+    check_groups(recipe)
     ms.set_seed(recipe.training.seed)
     start_recording(recipe, mesh, rank)
     cells = build_cells(recipe, mesh, rank)
@@ -193,7 +195,7 @@ def train_step(job):
     rate, scale = learning_rate(job.recipe, job.step), job.loss_scale
     value = scale.value if scale else None
     scalars = job.optimizer.scalars(job.step - job.skipped, rate)
-    loss, norm, odd = job.run_step(tuple(map(ms.Tensor, batch)), *scalars, job.checkpointer.await_copies)
+    loss, norm, odd = job.run_step(tuple(map(ms.Tensor, batch)), scalars, job.checkpointer.await_copies)
     process_state().observer.end_step(job.step)
     is_skipped = odd is None and math.isinf(norm)  # see `step_function`
     job.skipped, job.skipped_in_a_row = job.skipped + is_skipped, is_skipped * (job.skipped_in_a_row + 1)
@@ -232,13 +234,13 @@ def _open_records(job, held):
     Returns:
         Functions that each record a row of metrics; none on other ranks.
     """
-    found, ranks, optimizer = [], ranks_of(job.mesh, job.rank), job.optimizer
+    found, ranks = [], ranks_of(job.mesh, job.rank)
     with records.record_errors(job.recipe.training.output_dir):
         on_all_ranks(ranks, lambda: found.extend(_records(job, held)) if job.rank == 0 else None)
-    own = {each.name: decays for each, decays in zip(optimizer.parameters, optimizer.decays, strict=True)}
-    decaying = {name: decays for each in ranks.gather(own).values() for name, decays in each.items()}
+    gathered = ranks.gather({name: astuple(each) for name, each in placed_of(job.recipe, job.cells).items()})
+    placed = {name: Placed(*each) for own in gathered.values() for name, each in own.items()}
     if job.rank == 0:
-        print("\n".join(decay_lines(decaying, optimizer.section)))
+        print("\n".join(placed_lines(placed, job.recipe.optimizer)))
     return found
 
 
