@@ -5,6 +5,7 @@ import dataclasses
 import mindspore as ms
 import numpy as np
 import pytest
+import yaml
 from mindspore import Tensor, nn, ops
 from support.launch import ROOT
 from support.nightly import daily
@@ -12,13 +13,15 @@ from support.small_zero import both_modes
 from test_training_loop import ONE_RANK, SMALL
 
 from mindformers_core.commands.diffing import run_simulated
+from mindformers_core.commands.dry_run import dry_run
 from mindformers_core.communication import world
 from mindformers_core.communication.simulated import SimulatedRanks
 from mindformers_core.layout import Layout
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.optimizers.grouped import GroupedOptimizer
 from mindformers_core.optimizers.settings import OPTIMIZERS
-from mindformers_core.recipe.loader import load_recipe
+from mindformers_core.recipe.learning_rate import learning_rate
+from mindformers_core.recipe.loader import load_recipe, recipe_from_dict, recipe_to_yaml
 from mindformers_core.tensor_parallel import jit
 
 STEPS = 3
@@ -194,18 +197,20 @@ def test_parts_are_updated_as_the_whole(kind):
 
 
 def finished(*overrides, steps=STEPS):
-    """The losses, and the whole weights, after some steps on simulated ranks."""
+    """The losses and norms of gradients, and the whole weights, after some steps on simulated ranks."""
     jobs = []
-    recipe = load_recipe(ONE_RANK, [*SMALL, *overrides, "lr_scheduler={type: ConstantWarmUpLR, learning_rate: 0.01}"])
+    given = *SMALL, "lr_scheduler={type: ConstantWarmUpLR, learning_rate: 0.01}", f"monitor.gradient_norms={KINDS}"
+    recipe = load_recipe(ONE_RANK, [*given, *overrides])
     rows = run_simulated(recipe, steps, jobs.append)
     wholes = {}
     for job in jobs:
         for parameter in (each for net in job.cells.values() for _, each in net.parameters_and_names()):
             whole = wholes.setdefault(parameter.name, np.full(parameter.global_shape, np.nan))
             whole[parameter.layout.local_slices(whole.shape, job.rank)] = parameter.asnumpy()
-    return [row["loss"] for row in rows[0]], wholes
+    return [[value for name, value in row.items() if name == "loss" or "norm" in name] for row in rows[0]], wholes
 
 
+KINDS = ["*embed*", "*norm*", "*.layers.1.*", "*_proj.weight"]
 MESHES = {
     "pp 2": ("parallelism.pipeline_parallel=2", "parallelism.pipeline_parallel_microbatch_size=2"),
     "dp 2, tp 2, level 3": (
@@ -227,13 +232,71 @@ NIGHTLY = {
 
 @pytest.mark.parametrize("optimizer", daily(JOBS, JOBS | NIGHTLY))
 def test_a_job_on_a_mesh_is_that_of_one_card(optimizer):
-    """Its losses and weights; with frozen layers, which stay as they were, also all of a stage's."""
+    """Its losses, norms and weights; with frozen layers, which stay as they were, also all of a stage's."""
     given = f"optimizer={optimizer}", "model.num_hidden_layers=2"
-    losses, wholes = finished(*given)
+    numbers, wholes = finished(*given)
     found, weights = finished(*given, *MESHES[(JOBS | NIGHTLY)[optimizer]])
-    np.testing.assert_allclose(found, losses, rtol=1e-5)
+    np.testing.assert_allclose(found, numbers, rtol=1e-5)
+    assert len(found[0]) == 2 + len(KINDS) and found[0][-1]
     _, begun = finished(*given, steps=0)
     section = load_recipe(ONE_RANK, given[:1]).optimizer
     for name, whole in wholes.items():
         np.testing.assert_allclose(weights[name], whole, rtol=1e-4, atol=1e-5, err_msg=name)
         assert np.array_equal(whole, begun[name]) == section.placed(name, whole.ndim).frozen, name
+
+
+def test_settings_of_a_users_class():
+    """Keywords of the constructor, or a dataclass with ranges and a check of its own; they come back from YAML."""
+    lion = settings("own_optimizer:Lion", betas=[0.5, 0.6], weight_decay=0.1)
+    assert (lion.betas, lion.placed("x", 2).decay, lion.placed("x", 1).decay) == ((0.5, 0.6), 0.1, 0.0)
+    assert not hasattr(settings("test_optimizers:Sign"), "weight_decay")
+    recipe = load_recipe(ONE_RANK, ["optimizer={type: 'test_optimizers:Sign', inner: true}"])
+    assert recipe_from_dict(yaml.safe_load(recipe_to_yaml(recipe))).optimizer.inner is True
+    for given, error in (
+        ({"limit": 3.0}, "optimizer.limit: 3.0 should be greater than 0.0 and at most 2.0"),
+        ({"limit": 2.0, "inner": True}, "optimizer.inner: true needs a limit below 2"),
+        ({"limits": 2.0}, r"optimizer.limits: unknown key \(did you mean 'limit'\?\); .*: docs/optimizers.md"),
+    ):
+        with pytest.raises(ValueError, match=error):
+            settings("test_optimizers:Sign", **given)
+    for kind, error in (
+        ("test_optimizers:Plain", "optimizer.type: test_optimizers:Plain: .* is no class of Cells"),
+        ("mindspore.experimental.optim:Adam", "keep their rates on the host: name one of mindspore.nn"),
+    ):
+        with pytest.raises(TypeError, match=error):
+            GroupedOptimizer(made(drawn()[0]), settings(kind))
+    with pytest.raises(ValueError, match=r"groups\[0\].weight_decay: test_optimizers:Plain takes no weight_decay"):
+        load_recipe(ONE_RANK, ["optimizer={type: 'test_optimizers:Plain', groups: [{parameters: a, weight_decay: 1}]}"])
+
+
+def rates(schedule, *steps):
+    recipe = load_recipe(ONE_RANK, [f"lr_scheduler={schedule}", "training.steps=100"])
+    return [learning_rate(recipe, step) for step in steps]
+
+
+def test_learning_rates():
+    stable = "{type: WarmUpStableDecayLR, learning_rate: 1.0, lr_end: 0.2, warmup_steps: 10, decay_start_ratio: 0.8}"
+    assert rates(stable, 5, 10, 80, 90, 100) == pytest.approx([0.5, 1.0, 1.0, 0.6, 0.2])
+    root = "{type: InverseSquareRootLR, learning_rate: 1.0, lr_end: 0.4, warmup_steps: 16}"
+    assert rates(root, 8, 16, 64, 100) == pytest.approx([0.5, 1.0, 0.5, 0.4])
+    assert rates("{type: InverseSquareRootLR, learning_rate: 1.0}", 1, 4) == pytest.approx([1.0, 0.5])
+    assert rates("{type: 'test_optimizers:halved', first: 3}", 100) == [1.5]
+    assert rates("{type: 'test_optimizers:Steps', rates: [1, 2, 3]}", 1, 9) == [1.0, 3.0]
+    with pytest.raises(ValueError, match=r"lr_scheduler.low: unknown key|lr_scheduler.lower: unknown key .*'low'"):
+        rates("{type: 'test_optimizers:halved', lower: 3}", 1)
+    with pytest.raises(TypeError, match=r"lr_scheduler.low: 'x' \(str\) should be a number"):
+        rates("{type: 'test_optimizers:halved', low: x}", 1)
+    with pytest.raises(ValueError, match="test_optimizers:halved gave -1.5 at step 100: it should be from 0 up"):
+        rates("{type: 'test_optimizers:halved', first: -3, low: -9}", 100)
+
+
+def test_a_pattern_that_matches_nothing():
+    for key, given in (
+        (
+            r"optimizer.groups\[0\].parameters\[1\]",
+            "optimizer.groups=[{parameters: ['*norm*', '*.mpl.*'], frozen: true}]",
+        ),
+        (r"monitor.gradient_norms\[0\]", "monitor.gradient_norms='*.mpl.*'"),
+    ):
+        with pytest.raises(ValueError, match=rf"{key}: '\*.mpl.\*' matches no parameter"):
+            dry_run(load_recipe(ONE_RANK, [given]))

@@ -23,7 +23,7 @@ from mindformers_core.recipe.sections import accumulation_steps, recipe_mesh
 from mindformers_core.recompute.stages import check_stages
 from mindformers_core.sharding.inspecting import prepare
 from mindformers_core.sharding.sharded_cells import tree_of
-from mindformers_core.trainer.cells import build_cells, check_groups, placed_of
+from mindformers_core.trainer.cells import build_cells, check_patterns, placed_of
 from mindformers_core.zero import memory_report
 from mindformers_core.zero.plan import LEVELS
 
@@ -75,7 +75,7 @@ def dry_run(recipe):
         ValueError: anything that would make the real run fail on shapes: a dim that its axes don't divide, …; layers
             and patterns of recompute and swap that match nothing.
     """
-    check_groups(recipe)
+    check_patterns(recipe)
     mesh = recipe_mesh(recipe)
     ranks = mesh.group(mesh.rank_list[0], ("pp",))
     timeline = recipe_timeline(recipe) if len(ranks) > 1 else None

@@ -15,7 +15,7 @@ from mindformers_core.recipe.sections import accumulation_steps, recipe_mesh
 from mindformers_core.recipe.zero import mixed_precision
 from mindformers_core.sharding.initialize import materialize
 from mindformers_core.sharding.parameter_storage import as_computed
-from mindformers_core.trainer.cells import build_cells, check_groups
+from mindformers_core.trainer.cells import build_cells, check_patterns
 from mindformers_core.trainer.step import step_parts
 from mindformers_core.verification.engine import seed_restored, simulate
 from mindformers_core.zero.precision import MixedPrecision
@@ -33,7 +33,7 @@ def verify_recipe(recipe, full=False):
     Raises:
         ValueError: the recipe is impossible, or has another plan at small sizes.
     """
-    check_groups(recipe)
+    check_patterns(recipe)
     given, recipe = recipe, replace(recipe, context=replace(recipe.context, mode=1, engine="generated"))
     if full:
         plans = {(stage, tree.mesh): (graph, plan) for stage, (tree, graph, plan) in planned(recipe).items()}

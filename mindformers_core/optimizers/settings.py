@@ -5,7 +5,7 @@ from fnmatch import fnmatchcase
 from typing import ClassVar, Literal
 
 from mindformers_core.grouping import grouped
-from mindformers_core.hints import any_layer, first_of, nearest
+from mindformers_core.hints import any_layer, first_of
 from mindformers_core.ranges import bounded
 
 
@@ -56,17 +56,6 @@ class OptimizerSettings:
     def _decays(self, name, dims):
         excluded = any(fnmatchcase(name, pattern) for pattern in getattr(self, "weight_decay_exclude", ()))
         return not excluded and (dims > 1 or getattr(self, "weight_decay_vectors", True))
-
-    def check_names(self, names):
-        """Raise `ValueError` for a pattern of a group that matches none of the names of all parameters."""
-        for index, group in enumerate(self.groups):
-            for place, pattern in enumerate(group.parameters):
-                if not any(fnmatchcase(name, pattern) for name in names):
-                    known = list(dict.fromkeys(map(any_layer, names)))
-                    hint = nearest(pattern, known) or f": they are {first_of(known)}"
-                    raise ValueError(
-                        f"optimizer.groups[{index}].parameters[{place}]: '{pattern}' matches no parameter{hint}"
-                    )
 
 
 @dataclass(frozen=True)

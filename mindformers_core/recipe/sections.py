@@ -100,7 +100,8 @@ class Precision:
     reduce: Literal["float32", "float16", "bfloat16"] | None = None  # of sums of gradients; default: float32
     # the loss scale doubles after 2000 steps, and halves where gradients aren't finite: that step is skipped
     loss_scale: float | None = bounded(None, 1.0, 2.0**24)  # at first; default: with float16 2**16 / labels, else none
-    skipped_steps: int = bounded(50, 0, _MANY)  # in a row, after which a run with a loss scale ends
+    skip_not_finite: bool = False  # skip steps whose loss or gradients aren't finite also without a loss scale
+    skipped_steps: int = bounded(50, 0, _MANY)  # in a row, after which a run ends
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,7 @@ class Monitor:
     log_interval: int = bounded(10, 1, _MANY)  # steps between printed lines where there's no terminal
     plot: bool = True  # draw loss.png at the end (extra `plot`)
     tensorboard: bool = False  # write event files (extra `tensorboard`)
+    gradient_norms: tuple[str, ...] = ()  # patterns of parameter names: norms of their gradients, in metrics.jsonl
     digests: bool = False  # record every tensor's digest in <output_dir>/digests, for `diff`
     perturb: int = bounded(0, 0, 10**6)  # for `diff`: not 0: change initial weights by a unit of rounding, by this seed
 

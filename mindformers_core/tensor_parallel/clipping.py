@@ -1,5 +1,7 @@
 """Clipping by the global norm (Pascanu et al. 2013) of gradients that lie in slices on a mesh."""
 
+from fnmatch import fnmatchcase
+
 from mindspore import float32, float64, nn, ops
 
 from mindformers_core.communication import communicator
@@ -32,12 +34,19 @@ class ClipByGlobalNorm(nn.Cell):
     def __init__(self, parameters, max_norm, mesh=None, over=(), counted=None):
         super().__init__()
         self.max_norm = max_norm
-        counted = (True,) * len(parameters) if counted is None else counted
+        counted = (True,) * len(parameters) if counted is None else tuple(counted)
+        self._given = tuple(parameters), mesh, over, counted
         pairs = enumerate(zip(parameters, counted, strict=True))
         # MindSpore leaves a sum of no elements unwritten
         places = [place for place, (each, counts) in pairs if counts and each.size]
         self.places, self.sums = sums_over_parts(parameters, places)
         self.sum_of_all = sum_cell(mesh, tuple(over))
+
+    def of_names(self, patterns):
+        """The same for all gradients, but of which the norm counts those whose parameters' names match a pattern."""
+        parameters, mesh, over, counted = self._given
+        matched = [any(fnmatchcase(each.name, pattern) for pattern in patterns) for each in parameters]
+        return ClipByGlobalNorm(parameters, 0, mesh, over, [one and other for one, other in zip(matched, counted)])
 
     def construct(self, gradients):
         norm = self.norm(gradients)

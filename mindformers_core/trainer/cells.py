@@ -1,7 +1,10 @@
 """The recipe's model on a rank, whole or as stages of a pipeline, and its loss scale."""
 
+import fnmatch
+
 import mindspore as ms
 
+from mindformers_core.hints import any_layer, first_of, nearest
 from mindformers_core.recipe.checks import recipe_device_model
 from mindformers_core.recipe.pipeline import layers_of_rank, micro_batches_of_a_run
 from mindformers_core.recipe.zero import zero_settings
@@ -35,12 +38,23 @@ def build_cells(recipe, mesh, rank):
     return cells
 
 
-def check_groups(recipe):
-    """Raise `ValueError` for a pattern of `optimizer.groups` that matches no parameter of the whole model."""
-    if recipe.optimizer.groups:
-        with ms.DeviceCtx("meta"):
-            whole = recipe.spec.build(recipe.model)
-        recipe.optimizer.check_names([path for path, _ in whole.parameters_and_names()])
+def check_patterns(recipe):
+    """Raise `ValueError` for a pattern of a recipe that matches no parameter of the whole model, with its key."""
+    keys = {"monitor.gradient_norms": recipe.monitor.gradient_norms}
+    keys |= {
+        f"optimizer.groups[{index}].parameters": each.parameters for index, each in enumerate(recipe.optimizer.groups)
+    }
+    if not any(keys.values()):
+        return
+    with ms.DeviceCtx("meta"):
+        whole = recipe.spec.build(recipe.model)
+    names = [path for path, _ in whole.parameters_and_names()]
+    for key, patterns in keys.items():
+        for place, pattern in enumerate(patterns):
+            if not fnmatch.filter(names, pattern):
+                known = list(dict.fromkeys(map(any_layer, names)))
+                hint = nearest(pattern, known) or f": they are {first_of(known)}"
+                raise ValueError(f"{key}[{place}]: '{pattern}' matches no parameter{hint}")
 
 
 def placed_of(recipe, cells):

@@ -52,15 +52,20 @@ def step_function(recipe, mesh, cells, loss_scale=None):
         `(optimizer, step)`: the `GroupedOptimizer` of the trainable parameters of this rank, and a function that
         updates them. Its arguments are the local inputs of the model, as of `step_parts`, the optimizer's `scalars`,
         and a function to call before the update.
-        Results are the mean loss and the gradients' norm before clipping, floats that are equal on all ranks, and None.
-        Where one of them isn't finite, no rank updates anything, and in place of None are the paths of this rank's
-        parameters whose gradients aren't, in the order of the backward pass. Where the loss scale skips the step, the
-        norm is infinite, with None.
+        Results are the mean loss and the gradients' norm before clipping, floats that are equal on all ranks, None, and
+        the norms of `monitor.gradient_norms`. Where loss or norm isn't finite, no rank updates anything, and in place
+        of None are the paths of this rank's parameters whose gradients aren't, in the order of the backward pass. Where
+        the loss scale skips the step, the norm is infinite, with None.
     """
     run, clip, optimizer = step_parts(recipe, mesh, cells, loss_scale)
 
+    watched = [clip.of_names((pattern,)) for pattern in recipe.monitor.gradient_norms]
+
     def norm_of(*gradients):  # one by one: tensors in a tuple would be compiled in as constants
-        return clip.norm(gradients)
+        norms = (clip.norm(gradients),)
+        for each in watched:
+            norms = norms + (each.norm(gradients),)
+        return norms
 
     count, states = len(optimizer.scalars(1, 0.0)), _numbered_states(optimizer)
 
@@ -73,13 +78,13 @@ def step_function(recipe, mesh, cells, loss_scale=None):
         results, gradients = run(arrays)
         loss = mean_loss(results, recipe.spec.loss)
         if gradients is None:
-            return float(loss.asnumpy()), math.inf, None
-        norm = norm_of(*gradients)
+            return float(loss.asnumpy()), math.inf, None, []
+        norm, *norms = norm_of(*gradients)
         _hold(optimizer, {"reduced gradient": gradients})
-        numbers = float(loss.asnumpy()), float(norm.asnumpy())
+        numbers, norms = (float(loss.asnumpy()), float(norm.asnumpy())), [float(each.asnumpy()) for each in norms]
         if not all(map(math.isfinite, numbers)):
             pairs = zip(reversed(optimizer.parameters), reversed(gradients))
-            return *numbers, [parameter.name for parameter, each in pairs if not all_finite(None, (each,))]
+            return *numbers, [parameter.name for parameter, each in pairs if not all_finite(None, (each,))], norms
         before_update()
         update(norm, *scalars, *gradients)
         named = {"rate" if place == 0 else f"scalar {place}": each for place, each in enumerate(scalars)}
@@ -88,7 +93,7 @@ def step_function(recipe, mesh, cells, loss_scale=None):
         for what, state, parameter in states:
             process_state().observer.held(what, state, parameter)
         _hold(optimizer, {"parameter": optimizer.parameters})
-        return *numbers, None
+        return *numbers, None, norms
 
     return optimizer, step
 

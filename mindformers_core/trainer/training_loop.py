@@ -25,7 +25,7 @@ from mindformers_core.recipe.loader import recipe_keys, recipe_to_yaml
 from mindformers_core.recipe.sections import Recipe, accumulation_steps, recipe_mesh
 from mindformers_core.sharding.replicas import check_replicas
 from mindformers_core.trainer import records
-from mindformers_core.trainer.cells import build_cells, check_groups, loss_scale_of, placed_of
+from mindformers_core.trainer.cells import build_cells, check_patterns, loss_scale_of, placed_of
 from mindformers_core.trainer.checkpoints import (
     checkpointer_of,
     going_on,
@@ -52,7 +52,7 @@ class Job:
     batch_size: int  # sequences of a step, of all dp ranks together
     checkpointer: Checkpointer
     loss_scale: object = None  # a `LossScale`
-    skipped: int = 0  # steps that it has skipped, also before the run was resumed, and in a row
+    skipped: int = 0  # steps that were skipped, also before the run was resumed, and in a row
     skipped_in_a_row: int = 0
     step: int = 0
     consumed: int = 0
@@ -105,7 +105,7 @@ def begin_job(recipe, mesh, rank, dataset, checkpoint=None):
     """
     dp_size = mesh.axis_size("dp")
     batch_size = recipe.training.local_batch_size * dp_size * accumulation_steps(recipe, dp_size)
-    check_groups(recipe)
+    check_patterns(recipe)
     ms.set_seed(recipe.training.seed)
     start_recording(recipe, mesh, rank)
     cells = build_cells(recipe, mesh, rank)
@@ -195,11 +195,13 @@ def train_step(job):
     rate, scale = learning_rate(job.recipe, job.step), job.loss_scale
     value = scale.value if scale else None
     scalars = job.optimizer.scalars(job.step - job.skipped, rate)
-    loss, norm, odd = job.run_step(tuple(map(ms.Tensor, batch)), scalars, job.checkpointer.await_copies)
+    loss, norm, odd, norms = job.run_step(tuple(map(ms.Tensor, batch)), scalars, job.checkpointer.await_copies)
     process_state().observer.end_step(job.step)
-    is_skipped = odd is None and math.isinf(norm)  # see `step_function`
+    precision, found = job.recipe.precision, odd or []
+    is_skipped = math.isinf(norm) if odd is None else precision.skip_not_finite  # see `step_function`
     job.skipped, job.skipped_in_a_row = job.skipped + is_skipped, is_skipped * (job.skipped_in_a_row + 1)
-    odd = [] if job.skipped_in_a_row > job.recipe.precision.skipped_steps else odd
+    if is_skipped:
+        odd = found if job.skipped_in_a_row > precision.skipped_steps else None
     seconds = time.perf_counter() - started
     return {
         "step": job.step,
@@ -208,7 +210,9 @@ def train_step(job):
         "gradient_norm": norm,
         "seconds": seconds,
         "tokens_per_second": job.batch_size * job.recipe.train_dataset.seq_length / seconds,
-        **({"loss_scale": value, "skipped": job.skipped} if scale else {}),
+        **{f"gradient_norm {pattern}": each for pattern, each in zip(job.recipe.monitor.gradient_norms, norms)},
+        **({"loss_scale": value} if scale else {}),
+        **({"skipped": job.skipped} if scale or precision.skip_not_finite else {}),
     } | ({} if odd is None else {"not_finite": _not_finite(job, loss, norm, odd)})
 
 
@@ -218,9 +222,12 @@ def _not_finite(job, loss, norm, names):
     names = list(dict.fromkeys(name for _, own in found for name in own))
     cause = "all gradients are finite" + (", but not the sum of their squares" if math.isinf(norm) else "")
     if job.skipped_in_a_row:
-        cause = f"the loss scale has skipped {job.skipped_in_a_row} steps in a row, more than precision.skipped_steps"
+        cause = f"{job.skipped_in_a_row} steps in a row are skipped, more than precision.skipped_steps"
     if names:
-        cause = f"{len(names)} weights have gradients that aren't finite, in the order of the backward pass "
+        cause = (
+            f"{cause}, and " * bool(job.skipped_in_a_row)
+            + f"{len(names)} weights have gradients that aren't finite, in the order of the backward pass "
+        )
         cause += first_of(names, 3)
     return (
         f"at step {job.step} (samples {job.consumed - job.batch_size} to {job.consumed - 1}) the loss is {loss:g}, and "
