@@ -14,6 +14,7 @@ from test_training_loop import ONE_RANK, SMALL
 
 from mindformers_core.commands.diffing import run_simulated
 from mindformers_core.commands.dry_run import dry_run
+from mindformers_core.commands.verifying import verify_recipe
 from mindformers_core.communication import world
 from mindformers_core.communication.simulated import SimulatedRanks
 from mindformers_core.layout import Layout
@@ -55,6 +56,18 @@ class Sign(nn.Cell):
         for index, gradient in enumerate(gradients):
             ops.assign_add(self.seen[index], gradient)
             ops.assign(self.weights[index], self.weights[index] - rate * self.limit * ops.sign(gradient))
+
+
+class Normed(nn.Cell):
+    """Steps of length one: of parts, which is wrong."""
+
+    def __init__(self, parameters):
+        super().__init__()
+        self.weights = ms.ParameterTuple(parameters)
+
+    def construct(self, gradients, rate):
+        for weight, gradient in zip(self.weights, gradients):
+            ops.assign(weight, weight - rate * gradient / ops.norm(gradient))
 
 
 class Plain:
@@ -300,3 +313,14 @@ def test_a_pattern_that_matches_nothing():
     ):
         with pytest.raises(ValueError, match=rf"{key}: '\*.mpl.\*' matches no parameter"):
             dry_run(load_recipe(ONE_RANK, [given]))
+
+
+@pytest.mark.parametrize(
+    "kind", daily(["test_optimizers:Normed"], ["Muon", "own_optimizer:Lion", "test_optimizers:Normed"])
+)
+def test_verify_compares_updates_with_those_of_one_card(kind):
+    given = "parallelism.tensor_parallel=2", f"optimizer={{type: '{kind}', groups: [{FIRST}]}}"
+    check = verify_recipe(load_recipe(ONE_RANK, [*SMALL, *given, "model.num_hidden_layers=2"]), full=True)
+    assert bool(check.faults) == ("Normed" in kind), check.report()
+    if check.faults:
+        assert "update by test_optimizers:Normed of 'model.layers.1." in check.report()

@@ -97,7 +97,9 @@ class Data:
         x = np.stack([draw * (number != self.zero) for number, draw in enumerate(draws, first)]).astype(np.float32)
         if self.change == "end" and first:
             raise StopIteration
-        return eval(self.change.replace("end", "x, y"), {"x": x, "y": np.abs(x[:, 0]), "Tensor": ms.Tensor, "first": first})
+        return eval(
+            self.change.replace("end", "x, y"), {"x": x, "y": np.abs(x[:, 0]), "Tensor": ms.Tensor, "first": first}
+        )
 
 
 def open_data(section, config, seed):
@@ -190,7 +192,9 @@ def test_steps_that_are_not_finite_are_skipped(recipe, tmp_path, capfd):
     assert first["gradient_norm *.weight"] == first["gradient_norm"] > first["gradient_norm blocks.0.*"] > 0
     assert main([*command, "training.steps=9"]) == 2
     error = capfd.readouterr().err.splitlines()[-1]
-    assert "at step 5 " in error and "2 steps in a row are skipped, more than precision.skipped_steps, and 2 wei" in error
+    assert (
+        "at step 5 " in error and "2 steps in a row are skipped, more than precision.skipped_steps, and 2 wei" in error
+    )
 
 
 @pytest.mark.parametrize("beside", ["true", "false"])
