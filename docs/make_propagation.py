@@ -10,13 +10,12 @@ import ast
 import re
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 from mindspore import Parameter, nn, ops
 from mindspore.common.initializer import initializer
 from page_blocks import fenced, filled
 
-from mindformers_core import explain, init_device_mesh, init_distributed, prepare, shard
+from mindformers_core import ShardConfig, explain, init_device_mesh, init_distributed, prepare, shard
 from mindformers_core.communication import shutdown
 from mindformers_core.models import LlamaConfig, LlamaForCausalLM
 from mindformers_core.operators import tensor_meta
@@ -67,7 +66,7 @@ def decoder_layer():
     """What the generated file of a small Llama has for a decoder layer, with sequence parallelism."""
     sizes = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=8, num_key_value_heads=8)).set_train()
-    shard(model, init_device_mesh((2, 4), ("dp", "tp")), SimpleNamespace(batch_axes="dp", sequence_parallel=True))
+    shard(model, init_device_mesh((2, 4), ("dp", "tp")), ShardConfig(batch_axes="dp", sequence_parallel=True))
     ids = tensor_meta((2, 32), "int32")  # this rank's: of 4 sequences 2
     source = Path(prepare(model, ids, labels=ids).file).read_text(encoding="utf-8")
     functions = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}

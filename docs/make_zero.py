@@ -18,7 +18,7 @@ from mindformers_core.models import LlamaForCausalLM
 from mindformers_core.recipe.loader import load_recipe
 from mindformers_core.recipe.sections import MESH_AXES, mesh_shape
 from mindformers_core.tensor_parallel import shard
-from mindformers_core.trainer.training_loop import begin_job, train_step
+from mindformers_core.trainer.trainer import Trainer
 from mindformers_core.zero import MixedPrecision, hsdp, memory_report
 
 __all__ = ["PAGE", "computed_tables", "measured_table"]
@@ -74,8 +74,8 @@ def measured_table():
             recipe = load_recipe(str(CONFIGS / "llama_tiny_zero.yaml"), overrides)
         mesh = init_device_mesh(mesh_shape(recipe, world().size), MESH_AXES)
         dataset = open_dataset(recipe.train_dataset, recipe.model.vocab_size, recipe.training.seed)
-        job = begin_job(recipe, mesh, world().rank, dataset)
-        train_step(job)
+        job = Trainer(recipe, mesh=mesh, dataset=dataset)
+        job.train_step()
         report = memory_report(job.cells[0], job.optimizer)
         for place, (moment, title) in enumerate((("pass", "forward, backward"), ("update", "update"))):
             measured = [f"{getattr(report.measured[moment], kind) / 1e3:.1f}" for kind in KINDS]

@@ -19,10 +19,12 @@ _EXPORTS = {
     "recompute": "swap",
     "pipeline": "PipelineStage",
     "sharding.replicas": "check_replicas",
-    "tensor_parallel": "DTensor distribute_tensor explain full_parameters jit local_map prepare programs shard split",
+    "tensor_parallel": "DTensor ShardConfig distribute_tensor explain full_parameters jit local_map prepare programs "
+    "shard split",
     "diff": "record_digests",
     "verification": "verify",
-    "checkpoint": "global_checksums relayout",
+    "checkpoint": "Checkpointer global_checksums relayout",
+    "trainer.trainer": "Trainer",
 }
 
 __all__, __getattr__, __dir__ = lazy_exports(__name__, _EXPORTS)

@@ -1,23 +1,68 @@
-"""Errors that say where they happened, attributes with other values for a while, and what is done once. Pure Python."""
+"""Errors: where they happened, and whether on purpose. Attributes with other values for a while. What is done once.
 
+Pure Python.
+"""
+
+import sysconfig
 from contextlib import contextmanager
 from functools import wraps
+from opcode import opmap
+from pathlib import Path
 from threading import RLock
+from traceback import walk_tb
 
 from mindformers_core.hints import message_of
 
+_PACKAGE, _STANDARD = f"{Path(__file__).parent}/", f"{sysconfig.get_path('stdlib')}/"
+_LIBRARIES = ("/mindspore/", "/numpy/", "/scipy/", "/yaml/")  # below a folder site-packages
+
 
 @contextmanager
-def errors_at(where, behind="", kinds=(TypeError, ValueError)):
+def errors_at(where, behind="", kinds=(TypeError, ValueError), kind=None):
     """While open, errors of these kinds get `where` in front of their text, and `behind` after it.
 
-    They become `TypeError` or `ValueError`; an `OSError` stays of its own class.
+    They become of `kind`, without one `TypeError` or `ValueError`; an `OSError` stays of its own class. `origin_of`
+    finds where they were raised before, unless a call right within has failed, whose argument then is at fault.
     """
     try:
         yield
     except kinds as error:
-        kind = type(error) if isinstance(error, OSError) else TypeError if isinstance(error, TypeError) else ValueError
-        raise kind(f"{where}{message_of(error)}{behind}") from None
+        kind = kind or (TypeError if isinstance(error, TypeError) else ValueError)
+        kind = type(error) if isinstance(error, OSError) else kind
+        frames = [frame for frame, _ in walk_tb(error.__traceback__) if not _is_library(frame)]
+        inner = error.__traceback__ if frames[2:] else None  # the first two: this one, and that of the block
+        raise kind(f"{where}{message_of(error)}{behind}").with_traceback(inner) from None
+
+
+def origin_of(error):
+    """Where an error is from, by the innermost frame of its traceback that is neither Python's nor a dependency's.
+
+    Returns:
+        `"raise"`: a `raise` statement, so somebody has foreseen it; `"user"`: other code outside of this package;
+        `"package"`: this package's code, an `assert` too.
+    """
+    frame, place = [found for found in _entries(error.__traceback__) if not _is_library(found[0])][-1]
+    is_raise = frame.f_code.co_code[place] == opmap["RAISE_VARARGS"] and not isinstance(error, AssertionError)
+    return "raise" if is_raise else "package" if _is_own(frame) else "user"
+
+
+def _entries(traceback):
+    while traceback is not None:
+        yield traceback.tb_frame, traceback.tb_lasti
+        traceback = traceback.tb_next
+
+
+def _is_own(frame):
+    """Whether a frame is one of this package, or of a program that it has generated."""
+    file, name = frame.f_code.co_filename, frame.f_globals.get("__name__") or ""
+    return file.startswith(_PACKAGE) or name.startswith("mindformers_core_generated")
+
+
+def _is_library(frame):
+    file = frame.f_code.co_filename
+    _, is_installed, rest = file.partition("/site-packages")
+    standard = file.startswith(_STANDARD) and not is_installed
+    return not _is_own(frame) and (standard or file.startswith("<frozen ") or rest.startswith(_LIBRARIES))
 
 
 @contextmanager

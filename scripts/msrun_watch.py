@@ -22,6 +22,7 @@ import psutil
 POLL_SECONDS = 0.2
 SCHEDULER_GRACE_SECONDS = 3
 LAST_LINES = 30
+FOR_OTHERS = 75  # exit code of a worker that ends since others failed, or wait (mindformers_core.hangs.watcher)
 WORKER_FAILED = re.compile(r"Worker process (\d+) exit with exception\. Error code: (-?\d+)")
 # The report of a hang (mindformers_core.hangs.report), and the lines that tell why a worker failed by itself
 REPORT = re.compile(r"^.*\nWhere the ranks are:\n(?:(?:- |Python stack |    |\d+ more |Where ).*\n?)+", re.MULTILINE)
@@ -32,7 +33,7 @@ NOISE = re.compile(r"^\[INFO\] [A-Z_]+\(")
 
 
 def main():
-    """Parse arguments, check them, run; the exit code is that of the first failed worker, or 0."""
+    """Parse arguments, check them, run; the exit code is that of the worker that began the end, or 0."""
     parser = argparse.ArgumentParser(prog="msrun_launch.sh", description=__doc__)
     for name in ("worker_num", "local_worker_num", "master_port", "node_rank", "cluster_time_out"):
         parser.add_argument(f"--{name}", type=int, required=True)
@@ -181,38 +182,43 @@ def worker_environment():
 
 
 def watch(msrun, msrun_log, follower):
-    """Wait for msrun to end. Returns `(rank or None, exit code)` of the worker that failed, or `None`."""
-    ranks, failure, deadline = {}, None, None
+    """Wait for msrun to end. Returns `(rank or None, exit code)` of the worker that began the end, or `None`."""
+    ranks, failures, deadline = {}, {}, None
     while msrun.poll() is None:
         time.sleep(POLL_SECONDS)
         follower.show()
         ranks.update(worker_ranks(msrun.pid))
-        if failure is None:
-            found = killed_worker(ranks)  # msrun looks once a second, in order of ranks: others may have failed of it
-            failure = find_failure(msrun_log, ranks) or found
+        ended = failed_workers(ranks)  # msrun looks once a second, in order of ranks: others may have failed of it
+        if find_failure(msrun_log, ranks):  # msrun kills the others
+            ended = [(rank, code) for rank, code in ended if code != -signal.SIGKILL]
+        for rank, code in [*ended, *find_failure(msrun_log, ranks)]:
+            failures.setdefault(rank, code)
+        if failures and deadline is None:
             deadline = time.monotonic() + SCHEDULER_GRACE_SECONDS
-        elif time.monotonic() > deadline:
+        elif failures and time.monotonic() > deadline:
             kill_children(msrun.pid)
             deadline = float("inf")
     follower.show(last=True)
-    return failure or find_failure(msrun_log, ranks)
+    found = [*failures.items(), *find_failure(msrun_log, ranks)]
+    return min(found, key=lambda failure: failure[1] == FOR_OTHERS, default=None)
 
 
 def find_failure(msrun_log, ranks):
-    """The first failed worker that msrun has reported, as `(rank or None, exit code)`."""
+    """The failed worker that msrun has reported, as a list of one `(rank or None, exit code)`, or of none."""
     msrun_log.seek(0)
     match = WORKER_FAILED.search(msrun_log.read())
-    return match and (ranks.get(int(match[1])), int(match[2]))
+    return [(ranks.get(int(match[1])), int(match[2]))] if match else []
 
 
-def killed_worker(ranks):
-    """`(rank, exit code)` of a worker that a signal has ended, and that msrun hasn't noticed yet, or `None`."""
+def failed_workers(ranks):
+    """`(rank, exit code)` of workers that have failed, and that msrun hasn't noticed yet; first those of a signal."""
+    found = []
     for pid, rank in ranks.items():
         with suppress(OSError):
             state, *_, status = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            if state == "Z" and int(status) & 127:  # as of waitpid(2)
-                return rank, -(int(status) & 127)
-    return None
+            if state == "Z" and int(status):  # as of waitpid(2)
+                found.append((rank, -(int(status) & 127) or int(status) >> 8))
+    return sorted(found, key=lambda failure: failure[1] > 0)
 
 
 def worker_ranks(msrun_pid):
@@ -285,6 +291,7 @@ def report(failure, msrun_code, log_dir, logs):
     """
     rank, code = failure or (None, msrun_code)
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    how += ", for others that failed or wait" if code == FOR_OTHERS else ""
     if failure is None:
         who, shown = "msrun", [log_dir / "scheduler.log", log_dir / "msrun.log"]
     elif rank is None:

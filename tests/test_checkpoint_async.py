@@ -20,7 +20,7 @@ from mindformers_core.checkpoint.save import SaveError
 from mindformers_core.layout import Layout
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.recipe.loader import load_recipe
-from mindformers_core.trainer import training_loop
+from mindformers_core.trainer import trainer
 
 ORPHAN = """
 import sys
@@ -275,7 +275,7 @@ def job_of(folder, *overrides):
         "training.steps=3", "checkpoint.enable_save=true", "checkpoint.save_interleaved_steps=1",
         "checkpoint.async_save=true", f"training.output_dir={folder / 'a'}", f"train_dataset.cache_dir={folder}",
     )  # fmt: skip
-    return training_loop.prepare(load_recipe(ONE_RANK, [*SMALL, *options, *overrides]))
+    return trainer.Trainer(load_recipe(ONE_RANK, [*SMALL, *options, *overrides]))
 
 
 @pytest.mark.parametrize("when_busy", ["wait", "skip"])
@@ -290,7 +290,7 @@ def test_the_recipe_says_whether_a_busy_writer_is_waited_for(tmp_path, monkeypat
 
     monkeypatch.setattr(BackgroundSave, "settle", busy_unless_waited_for)
     job = job_of(tmp_path, f"checkpoint.when_busy={when_busy}")
-    training_loop.run_steps(job)
+    job.run()
     said = [line for line in capsys.readouterr().out.splitlines() if "is skipped" in line]
     if when_busy == "wait":
         assert asked == [True] * 4 and said == []
@@ -318,10 +318,10 @@ def test_errors_of_a_writer_arrive_at_the_next_save(tmp_path, monkeypatch, capsy
     job = job_of(tmp_path, f"checkpoint.on_error={on_error}")
     if on_error == "end":
         with pytest.raises(SaveError, match="step_1 can't be saved: the writer ended with code -9"):
-            training_loop.run_steps(job)
+            job.run()
         assert job.step == 2 and list(tmp_path.glob("a/checkpoint/*")) == []
     else:
-        training_loop.run_steps(job)
+        job.run()
         assert "step_1 can't be saved: the writer ended with code -9; training goes on" in capsys.readouterr().out
         assert sorted(os.listdir(tmp_path / "a/checkpoint")) == ["step_2", "step_3"]
     assert descriptors() == 0
@@ -330,7 +330,7 @@ def test_errors_of_a_writer_arrive_at_the_next_save(tmp_path, monkeypatch, capsy
 def test_training_that_fails_ends_the_writer(tmp_path, monkeypatch):
     job, processes = job_of(tmp_path), []
 
-    def fail(job, train_step=training_loop.train_step):
+    def fail(job, train_step=trainer.Trainer.train_step):
         if job.step == 1:
             job.checkpointer.await_copies()
             processes.append(job.checkpointer._background._process.pid)
@@ -338,7 +338,7 @@ def test_training_that_fails_ends_the_writer(tmp_path, monkeypatch):
             raise RuntimeError("failed")
         return train_step(job)
 
-    monkeypatch.setattr(training_loop, "train_step", fail)
+    monkeypatch.setattr(trainer.Trainer, "train_step", fail)
     with pytest.raises(RuntimeError, match="failed"):
-        training_loop.run_steps(job)
+        job.run()
     assert not is_alive(*processes) and descriptors() == 0

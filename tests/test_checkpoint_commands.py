@@ -15,7 +15,7 @@ from mindformers_core.checkpoint.mindspore_files import read_ckpt, write_ckpt
 from mindformers_core.commands.command_line import main
 from mindformers_core.models.spec import MODELS
 from mindformers_core.recipe.loader import load_recipe
-from mindformers_core.trainer import training_loop
+from mindformers_core.trainer import trainer
 
 STATE = b'{"format": 1, "step": 5, "consumed": 40, "seed": 7, "loss_scale": null}'
 TABLE = """\
@@ -85,9 +85,9 @@ def same_files(one, other):
 def test_a_checkpoint_becomes_a_file_and_again_a_checkpoint(tmp_path, capsys):
     """Byte for byte, with moments and state; with and without the recipe."""
     options = [*SMALL, "training.steps=2", f"train_dataset.cache_dir={tmp_path}"]
-    job = training_loop.prepare(load_recipe(ONE_RANK, [*options, "checkpoint.enable_save=true",
+    job = trainer.Trainer(load_recipe(ONE_RANK, [*options, "checkpoint.enable_save=true",
                                                        f"training.output_dir={tmp_path / 'run'}"]))  # fmt: skip
-    training_loop.run_steps(job)
+    job.run()
     capsys.readouterr()
     file, saved = str(tmp_path / "weights.ckpt"), tmp_path / "run/checkpoint/step_2"
     assert main(["convert", str(tmp_path / "run"), file]) == 0
@@ -126,7 +126,7 @@ def test_a_file_of_an_old_run_is_trained_on(tmp_path, capsys):
     assert capsys.readouterr().out == line + "adam_m.model.norm.weight, global_step\n"
     check_checksums(open_checkpoint(str(tmp_path / "new")))
     options = (f"checkpoint.load_path={tmp_path / 'new'}", f"training.output_dir={tmp_path / 'run'}")
-    job = training_loop.prepare(load_recipe(ONE_RANK, [*SMALL, *options, f"train_dataset.cache_dir={tmp_path}"]))
+    job = trainer.Trainer(load_recipe(ONE_RANK, [*SMALL, *options, f"train_dataset.cache_dir={tmp_path}"]))
     assert job.step == 0
     for parameter in job.optimizer.parameters:
         np.testing.assert_array_equal(parameter.asnumpy(), found[parameter.name].asnumpy())

@@ -6,9 +6,8 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from mindformers_core.data.datasets import TokenDataset, local_batch, open_dataset, text_files
-from mindformers_core.models import LlamaConfig
-from mindformers_core.recipe.sections import Parallelism, Recipe, TrainDataset, Training, recipe_mesh
+from mindformers_core.data.datasets import TokenDataset, open_dataset, text_files
+from mindformers_core.recipe.sections import TrainDataset
 
 
 def make_dataset(count=101, seq_length=4, seed=1):
@@ -17,23 +16,6 @@ def make_dataset(count=101, seq_length=4, seed=1):
 
 def section(tmp_path, *paths, **others):
     return TrainDataset(data_path=tuple(map(str, paths)), cache_dir=str(tmp_path / "cache"), **others)
-
-
-def global_batch(dataset, consumed, global_batch_size, dp_size, local):
-    """All sequences of one step, as all ranks and micro-batches together read them, micro-batch by micro-batch."""
-    training = Training(global_batch_size=global_batch_size, local_batch_size=local)
-    recipe = Recipe(LlamaConfig(), training=training, parallelism=Parallelism(data_parallel_shard=dp_size))
-    mesh = recipe_mesh(recipe)
-    ids = [local_batch(recipe, mesh, rank, dataset, consumed)[0] for rank in range(dp_size)]
-    return np.stack(ids, 1).reshape(global_batch_size, -1)
-
-
-@pytest.mark.parametrize("dp_size, local", [(1, 8), (1, 2), (2, 4), (2, 1), (4, 2), (8, 1)])
-def test_global_batch_does_not_depend_on_topology(dp_size, local):
-    dataset = make_dataset()
-    for consumed in (0, 8, 40):
-        expected, _ = dataset.batch(consumed, 8)
-        np.testing.assert_array_equal(global_batch(dataset, consumed, 8, dp_size, local), expected)
 
 
 def test_every_epoch_has_all_sequences_in_another_order():

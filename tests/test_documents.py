@@ -13,7 +13,7 @@ from mindformers_core import explain
 from mindformers_core.communication import shutdown
 from mindformers_core.data.datasets import open_dataset
 from mindformers_core.recipe.loader import load_recipe
-from mindformers_core.recipe.sections import accumulation_steps, mesh_shape
+from mindformers_core.recipe.sections import batch_plan, mesh_shape
 from mindformers_core.sharding.plan_passes import PASSES
 
 # docs/errors.md is left out: it names wrong paths on purpose, and has a test of its own
@@ -78,7 +78,7 @@ def test_a_command_names_a_recipe_that_fits_its_ranks(where, words, ranks, monke
     _, recipe, *overrides = shlex.split(words.replace("--dry-run", ""), comments=True)
     recipe = load_recipe(str(ROOT / recipe), overrides)
     _, dp, _, _ = mesh_shape(recipe, ranks)
-    accumulation_steps(recipe, dp)
+    batch_plan(recipe, dp)
 
 
 def test_the_readme_shows_what_explain_says(tmp_path):

@@ -2,6 +2,7 @@
 and where all are; a healthy run has no report and leaves nothing."""
 
 import re
+import signal
 import time
 
 import psutil
@@ -68,7 +69,8 @@ def test_a_desync_is_reported_by_all_ranks(name):
     shown = "\n".join(f"--- rank {rank}\n{launched.tail(rank, 40)}" for rank in range(ranks))
     planted = float(re.search(r"planted at (\S+)", launched.logs[ranks - 1])[1])
     print(f"{name}: {ended - planted:.1f} s of {DEADLINE + 5}")
-    assert launched.exit_code == 1, shown
+    alone = {"killed": -signal.SIGKILL, "raises": 1, "stopped": -signal.SIGKILL, "stuck_with_lock": -signal.SIGKILL}
+    assert launched.exit_code in {75, alone.get(fault, 75)}, shown
     assert ended - planted < DEADLINE + 5, shown
     able = range(ranks - (fault in ("killed", "gone", "raises")))
     logs = [launched.logs[rank] for rank in able]

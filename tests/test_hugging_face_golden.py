@@ -25,7 +25,7 @@ from mindformers_core.recipe.sections import Parallelism, recipe_mesh
 from mindformers_core.serving.predict import load_distributed_checkpoint
 from mindformers_core.tensor_parallel import shard
 from mindformers_core.trainer.checkpoints import open_source, save_job
-from mindformers_core.trainer.training_loop import begin_job, train_step
+from mindformers_core.trainer.trainer import Trainer
 
 GOLDEN = Path(__file__).parent / "golden"
 NAMES = "llama_tied", "llama_untied"
@@ -68,14 +68,13 @@ def check_training(theirs, ours, *overrides):
     Returns the folder of the checkpoint after the step.
     """
     recipe = recipe_of(theirs, *overrides, f"training.output_dir={ours}")
-    checkpoint = open_source(recipe)
     expected, tensors = load_file(theirs / "expected.safetensors"), load_file(theirs / "model.safetensors")
     data, ranks = Rows(expected["ids"]), recipe_mesh(recipe)
 
     def work(rank):
-        job = begin_job(recipe, ranks, rank, data, checkpoint)
+        job = Trainer(recipe, mesh=ranks, dataset=data)
         folder = save_job(job)
-        check_close(train_step(job)["loss"], expected["loss"], "loss")
+        check_close(job.train_step()["loss"], expected["loss"], "loss")
         states = {each.name: each for each in job.optimizer.get_parameters()}
         for parameter in job.optimizer.parameters:
             gradient = states[f"adamw.moment1.{parameter.name}"].asnumpy() / (1 - recipe.optimizer.betas[0])

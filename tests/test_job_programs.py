@@ -14,7 +14,7 @@ from mindformers_core.pipeline import ScheduleLoopedBFS, ScheduleZBV
 from mindformers_core.recipe.loader import load_recipe
 from mindformers_core.recompute import recompute, swap
 from mindformers_core.tensor_parallel import programs, shard
-from mindformers_core.trainer.training_loop import prepare, train_step
+from mindformers_core.trainer.trainer import Trainer
 
 
 @pytest.fixture(autouse=True)
@@ -72,9 +72,9 @@ def test_words_that_no_command_knows(words, capsys):
     ids=" ".join,
 )
 def test_the_first_step_finds_its_program(tmp_path, overrides):
-    job = prepare(load_recipe(ONE_RANK, [*SMALL, f"train_dataset.cache_dir={tmp_path}", *overrides]))
+    job = Trainer(load_recipe(ONE_RANK, [*SMALL, f"train_dataset.cache_dir={tmp_path}", *overrides]))
     (made,) = programs(job.cells[0])
-    train_step(job)
+    job.train_step()
     assert programs(job.cells[0]) == [made]
 
 

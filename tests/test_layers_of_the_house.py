@@ -25,6 +25,7 @@ PURE_FLOORS = (  # each imports only from those before it, and never MindSpore
     "components",
     "placement",
     "layout",
+    "batches",
     "redistribution",
     "operators",
     "program",

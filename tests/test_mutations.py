@@ -13,7 +13,10 @@ WITHOUT |= {"mindspore_private", "explaining", "hangs", "verification", "diff"} 
 def test_a_fault_can_be_planted(fault):
     whole = (ROOT / "mindformers_core" / fault.file).read_text()
     assert fault.planted(whole) != whole
-    assert not fault.found_by or (ROOT / fault.found_by.partition("::")[0]).is_file(), fault.found_by
+    file, _, test = fault.found_by.partition("::")
+    assert not file or (f"def {test.partition('[')[0]}(" if test else "def test_") in (ROOT / file).read_text(), (
+        fault.found_by
+    )
     with pytest.raises(ValueError, match=rf"{fault.name}: .* has it 0 times"):
         fault.planted(whole.replace(fault.old, fault.new))
 

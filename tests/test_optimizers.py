@@ -20,7 +20,7 @@ from mindformers_core.communication.simulated import SimulatedRanks
 from mindformers_core.layout import Layout
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.optimizers.grouped import GroupedOptimizer
-from mindformers_core.optimizers.settings import OPTIMIZERS
+from mindformers_core.optimizers.settings import OPTIMIZERS, AdamWSettings, ParameterGroup, Placed, placed_lines
 from mindformers_core.recipe.learning_rate import learning_rate
 from mindformers_core.recipe.loader import load_recipe, recipe_from_dict, recipe_to_yaml
 from mindformers_core.tensor_parallel import jit
@@ -258,6 +258,22 @@ def test_a_job_on_a_mesh_is_that_of_one_card(optimizer):
         assert np.array_equal(whole, begun[name]) == section.placed(name, whole.ndim).frozen, name
 
 
+def test_what_decays():
+    """Tensors of two dims; what later groups say comes before, key by key."""
+    section = AdamWSettings()
+    assert section.placed("w", 2) == Placed(1.0, 0.01) and section.placed("ln1.gamma", 1) == Placed()
+    assert dataclasses.replace(section, weight_decay_vectors=True).placed("ln1.gamma", 1).decay == 0.01
+    groups = ParameterGroup(("a.*",), 0.5, 0.2), ParameterGroup(("*.w",), frozen=True), ParameterGroup(("*.1.w",), 2.0)
+    section = dataclasses.replace(section, groups=groups)
+    names = "a.0.w", "a.1.w", "a.2.norm", "b"
+    placed = {name: section.placed(name, 2) for name in names}
+    assert placed["a.1.w"] == Placed(2.0, 0.2, True)
+    assert placed_lines(placed, section) == [
+        "decay 0.01  1 weights: b", "no decay    0 weights: ", "frozen      2 weights: a.*.w",
+        "decay 0.2   1 weights, rate x 0.5: a.*.norm",
+    ]  # fmt: skip
+
+
 def test_settings_of_a_users_class():
     """Keywords of the constructor, or a dataclass with ranges and a check of its own; they come back from YAML."""
     lion = settings("own_optimizer:Lion", betas=[0.5, 0.6], weight_decay=0.1)
@@ -297,7 +313,7 @@ def test_learning_rates():
     assert rates("{type: 'test_optimizers:Steps', rates: [1, 2, 3]}", 1, 9) == [1.0, 3.0]
     with pytest.raises(ValueError, match=r"lr_scheduler.low: unknown key|lr_scheduler.lower: unknown key .*'low'"):
         rates("{type: 'test_optimizers:halved', lower: 3}", 1)
-    with pytest.raises(TypeError, match=r"lr_scheduler.low: 'x' \(str\) should be a number"):
+    with pytest.raises(ValueError, match=r"lr_scheduler.low: 'x' \(str\) should be a number"):
         rates("{type: 'test_optimizers:halved', low: x}", 1)
     with pytest.raises(ValueError, match="test_optimizers:halved gave -1.5 at step 100: it should be from 0 up"):
         rates("{type: 'test_optimizers:halved', first: -3, low: -9}", 100)

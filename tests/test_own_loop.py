@@ -14,7 +14,7 @@ from mindformers_core.communication import world
 from mindformers_core.communication.simulated import SimulatedRanks
 from mindformers_core.passes.thread_tape import custom_gradients
 from mindformers_core.recipe.loader import load_recipe
-from mindformers_core.trainer.training_loop import prepare, run_steps
+from mindformers_core.trainer.trainer import Trainer
 from mindformers_core.zero import hsdp
 
 sys.path.insert(0, str(ROOT / "examples"))
@@ -89,12 +89,12 @@ def test_the_same_command_goes_on(tmp_path):
     )  # fmt: skip
     given = f"training.output_dir={tmp_path}/run", "training.resume=auto"
     for steps in (2, 4):
-        run_steps(prepare(load_recipe(recipe, [*small, *given, f"training.steps={steps}"])))
-    run_steps(prepare(load_recipe(recipe, [*small, f"training.output_dir={tmp_path}/whole", "training.steps=4"])))
+        Trainer(load_recipe(recipe, [*small, *given, f"training.steps={steps}"])).run()
+    Trainer(load_recipe(recipe, [*small, f"training.output_dir={tmp_path}/whole", "training.steps=4"])).run()
     curves = [read_losses(str(tmp_path / name)) for name in ("run", "whole")]
     assert list(curves[0]) == [1, 2, 3, 4] and curves[0][1] == curves[1][1]
     with pytest.raises(ValueError, match="training.steps: 4, but .*step_4 already has 4 steps"):
-        prepare(load_recipe(recipe, [*small, *given, "training.steps=4"]))
+        Trainer(load_recipe(recipe, [*small, *given, "training.steps=4"]))
 
 
 class Holder(nn.Cell):

@@ -9,7 +9,7 @@ import pytest
 from test_recipe import TINY
 
 from mindformers_core.models import ModelSpec
-from mindformers_core.recipe.loader import load_recipe, recipe_to_yaml
+from mindformers_core.recipe.loader import RecipeError, load_recipe, recipe_to_yaml
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ def test_a_config_is_read_and_written(tmp_path):
     [
         ("own:NAMED", (), ValueError, "own:NAMED: its config has a field 'name', which in a recipe is that of the"),
         ("own:Net", ("model.sizez=[1]",), ValueError, "model.sizez: unknown key (did you mean 'sizes'?)"),
-        ("own:Net", ("model.sizes=[a]",), TypeError, "model.sizes[0]: 'a' (str) should be a whole number"),
-        ("own:ODD", ("model.made=3",), TypeError, "model.made: 3 (int) should be a SimpleNamespace, which no YAML"),
+        ("own:Net", ("model.sizes=[a]",), RecipeError, "model.sizes[0]: 'a' (str) should be a whole number"),
+        ("own:ODD", ("model.made=3",), RecipeError, "model.made: 3 (int) should be a SimpleNamespace, which no YAML"),
         ("own:Net", ("parallelism.pipeline_parallel=2",), ValueError, "no boundary and no inputs and no config with"),
         ("own:STAGED", ("parallelism.pipeline_parallel=2",), ValueError, "has no config with num_hidden_layers"),
     ],

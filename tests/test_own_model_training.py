@@ -1,6 +1,5 @@
 """Training of a model and with data of one's own: what isn't finite is never applied nor saved; mistakes are named."""
 
-import dataclasses
 import json
 import os
 import re
@@ -8,6 +7,7 @@ import resource
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 
 import matplotlib
 import mindspore as ms
@@ -28,11 +28,10 @@ from mindformers_core.files import lock_folder
 from mindformers_core.layout import layout
 from mindformers_core.models import LayerRange, ModelSpec
 from mindformers_core.operators import tensor_meta
-from mindformers_core.optimizers.settings import AdamWSettings, ParameterGroup, Placed, placed_lines
 from mindformers_core.recipe.loader import load_recipe
 from mindformers_core.recipe.sections import TrainDataset
 from mindformers_core.sharding.initialize import materialize
-from mindformers_core.trainer import training_loop
+from mindformers_core.trainer import trainer
 from mindformers_core.trainer.records import draw_losses, metrics_writer
 
 BASE = """
@@ -173,34 +172,10 @@ def test_all_ranks_agree_that_nothing_is_updated(recipe, mesh):
         np.testing.assert_array_equal(tensor.asnumpy(), values, err_msg=tensor.name)
 
 
-def test_steps_that_are_not_finite_are_skipped(recipe, tmp_path, capfd):
-    """Where the recipe says so, in float32 without a loss scale; their number goes on in a resumed run, and is limited.
-
-    The norms of groups are parts of the norm of all.
-    """
-    norms = "monitor.gradient_norms=['blocks.0.*', '*.weight']"
-    skips = "precision.skip_not_finite=true", "precision.skipped_steps=1", f"training.output_dir={tmp_path / 'run'}"
-    zero = "train_dataset.options={change: 'x * (first not in (4, 12, 16)), y'}"
-    command = ["train", "--config", recipe, *skips, norms, zero, "training.resume=auto"]
-    assert main([*command, "training.steps=4"]) == 0
-    folder = tmp_path / "run/checkpoint"
-    state = json.loads((folder / "step_4/state.json").read_text())
-    assert (state["skipped"], state["skipped_in_a_row"]) == (2, 1)
-    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    assert [row["skipped"] for row in rows] == [0, 1, 1, 2] and rows[1]["gradient_norm"] is None
-    first, *_ = rows
-    assert first["gradient_norm *.weight"] == first["gradient_norm"] > first["gradient_norm blocks.0.*"] > 0
-    assert main([*command, "training.steps=9"]) == 2
-    error = capfd.readouterr().err.splitlines()[-1]
-    assert (
-        "at step 5 " in error and "2 steps in a row are skipped, more than precision.skipped_steps, and 2 wei" in error
-    )
-
-
 @pytest.mark.parametrize("beside", ["true", "false"])
 def test_weights_that_are_not_finite_are_not_saved(recipe, tmp_path, monkeypatch, capfd, beside):
     """With a finite loss and gradient: the update overflows. What another process is still writing is completed."""
-    monkeypatch.setattr(training_loop, "learning_rate", lambda recipe, step: 1e39 if step == 3 else 1e-2)
+    monkeypatch.setattr(trainer, "learning_rate", lambda recipe, step: 1e39 if step == 3 else 1e-2)
     options = f"training.output_dir={tmp_path / 'run'}", f"checkpoint.async_save={beside}"
     assert main(["train", "--config", recipe, *options]) == 2
     error = capfd.readouterr().err.splitlines()[-1]
@@ -253,6 +228,10 @@ def test_what_may_differ_where_a_checkpoint_is_loaded(recipe, tmp_path, capfd):
         assert main([*command, key]) == 0
         assert any(line.startswith(loaded + said) for line in capfd.readouterr().out.splitlines())
     for key, error in (
+        (
+            "train_dataset.seed=3",
+            r"train_dataset.seed: 3, but the run of .*/step_2 has 1, and its data and draws go on",
+        ),
         ("training.seed=3", r"training.seed: 3, but the run of .*/step_2 has 1, and its data and draws go on: take th"),
         ("model.num_hidden_layers=3", r".*has no model tensor 'blocks.2.weight' .*model.num_hidden_layers 3, not 2"),
     ):
@@ -261,19 +240,7 @@ def test_what_may_differ_where_a_checkpoint_is_loaded(recipe, tmp_path, capfd):
 
 
 def test_what_decays(recipe, tmp_path, capfd):
-    """Tensors of two dims; what groups say comes before; the run and the dry run say which."""
-    section = AdamWSettings()
-    assert section.placed("w", 2) == Placed(1.0, 0.01) and section.placed("ln1.gamma", 1) == Placed()
-    assert dataclasses.replace(section, weight_decay_vectors=True).placed("ln1.gamma", 1).decay == 0.01
-    groups = ParameterGroup(("a.*",), 0.5, 0.2), ParameterGroup(("*.w",), frozen=True), ParameterGroup(("*.1.w",), 2.0)
-    section = dataclasses.replace(section, groups=groups)
-    names = "a.0.w", "a.1.w", "a.2.norm", "b"
-    placed = {name: section.placed(name, 2) for name in names}
-    assert placed["a.1.w"] == Placed(2.0, 0.2, True)
-    assert placed_lines(placed, section) == [
-        "decay 0.01  1 weights: b", "no decay    0 weights: ", "frozen      2 weights: a.*.w",
-        "decay 0.2   1 weights, rate x 0.5: a.*.norm",
-    ]  # fmt: skip
+    """The run and the dry run say it."""
     for options in (["--dry-run", "context.mode=0"], ["training.steps=1"]):
         assert main(["train", "--config", recipe, f"training.output_dir={tmp_path / 'run'}", *options]) == 0
         said = capfd.readouterr().out
@@ -323,7 +290,9 @@ def test_a_spec_of_something_else():
 
 
 def test_ends_of_commands(tmp_path, monkeypatch, capfd):
-    """Interrupted, or no longer read, is no traceback; an error has one if that is asked for."""
+    """Interrupted, or no longer read, is no traceback; an error has one if that is asked for, and where none of ours
+    has raised it; then it is a defect.
+    """
     monkeypatch.setattr(os, "dup2", lambda *_: None)
     for error, code in ((KeyboardInterrupt, 130), (BrokenPipeError, 141)):
         monkeypatch.setattr(inspection, "inspect", partial(_raise, error))
@@ -334,6 +303,18 @@ def test_ends_of_commands(tmp_path, monkeypatch, capfd):
         monkeypatch.setenv("MINDFORMERS_DEBUG", debug)
         assert main(["inspect", str(tmp_path)]) == 2
         assert ("in _raise" in capfd.readouterr().err) == (debug == "1")
+    monkeypatch.setenv("MINDFORMERS_DEBUG", "")
+    broken = SimpleNamespace(folder="", pieces={1: 5}, tensors={})
+    defect = "error: not foreseen by mindformers_core: TypeError: object of type 'int' has no len()"
+    for wrong, code, said in (
+        (lambda path: {}[1], 2, "error: KeyError: 1"),  # in the user's code
+        (lambda path: broken, 70, defect),
+    ):
+        monkeypatch.setattr(inspection, "find_checkpoint", lambda path: path)
+        monkeypatch.setattr(inspection, "open_checkpoint", wrong)
+        assert main(["check", str(tmp_path)]) == code
+        *trace, last = capfd.readouterr().err.splitlines()
+        assert last.startswith(said) and trace[0].startswith("Traceback")
 
 
 def _raise(error, *_):

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+from mindformers_core.data.datasets import dataset_of
 from mindformers_core.pipeline.schedules.named import SCHEDULES, schedule_class
 from mindformers_core.recipe.learning_rate import learning_rate
-from mindformers_core.recipe.loader import load_recipe, recipe_to_yaml
+from mindformers_core.recipe.loader import RecipeError, load_recipe, recipe_to_yaml
 from mindformers_core.recipe.pipeline import layers_of_rank, layers_of_stages, recipe_timeline
-from mindformers_core.recipe.sections import accumulation_steps, mesh_shape
+from mindformers_core.recipe.sections import batch_plan, mesh_shape
 from mindformers_core.recipe.text import parse_overrides
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -27,9 +28,11 @@ def test_our_recipes_load_and_survive_a_round_trip(path, tmp_path):
 
 def test_the_two_quickstart_recipes_differ_in_topology_only():
     four, one = load_recipe(TINY), load_recipe(str(CONFIGS / "llama_tiny_cpu_1p.yaml"))
-    assert dataclasses.replace(one, parallelism=four.parallelism) == four
+    alike = {name: dataclasses.replace(each.training, output_dir="") for name, each in (("one", one), ("four", four))}
+    assert one.training.output_dir == "output/llama_tiny_cpu_1p" and alike["one"] == alike["four"]
+    assert dataclasses.replace(one, parallelism=four.parallelism, training=four.training) == four
     assert mesh_shape(four, 4) == (1, 2, 1, 2) and mesh_shape(one, 1) == (1, 1, 1, 1)
-    assert accumulation_steps(four, 2) == 1 and accumulation_steps(one, 1) == 2
+    assert batch_plan(four, 2).runs == 1 and batch_plan(one, 1).runs == 2
 
 
 @pytest.mark.parametrize(
@@ -42,6 +45,8 @@ def test_the_two_quickstart_recipes_differ_in_topology_only():
         ("train_dataset.data_path=a.txt", lambda recipe: recipe.train_dataset.data_path == ("a.txt",)),
         ("train_dataset.data_path=[a.txt, b.txt]", lambda recipe: recipe.train_dataset.data_path == ("a.txt", "b.txt")),
         ("checkpoint.load_path=output/a=b", lambda recipe: recipe.checkpoint.load_path == "output/a=b"),
+        ("train_dataset.seed=7", lambda recipe: dataset_of(recipe).seed == 7 and recipe.training.seed == 42),
+        ("training.seed=7", lambda recipe: dataset_of(recipe).seed == 7),
         ("monitor.plot=false", lambda recipe: recipe.monitor.plot is False),
     ],
 )
@@ -86,7 +91,7 @@ def test_missing_keys_files_and_sections(tmp_path):
     with pytest.raises(ValueError, match="twice.yaml: not valid YAML: key 'steps' is given twice$"):
         load_recipe(str(tmp_path / "twice.yaml"))
     (tmp_path / "list.yaml").write_text("- 1")
-    with pytest.raises(TypeError, match="a recipe is a mapping of sections"):
+    with pytest.raises(RecipeError, match="a recipe is a mapping of sections"):
         load_recipe(str(tmp_path / "list.yaml"))
 
 

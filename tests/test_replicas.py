@@ -15,7 +15,7 @@ from mindformers_core.mesh import init_device_mesh
 from mindformers_core.recipe.loader import load_recipe
 from mindformers_core.sharding.replicas import check_result
 from mindformers_core.tensor_parallel import shard
-from mindformers_core.trainer import training_loop
+from mindformers_core.trainer import trainer
 from mindformers_core.zero import hsdp
 
 SIZES, AXES = (2, 2), ("dp", "tp")
@@ -89,9 +89,7 @@ def test_ranks_that_were_given_other_initial_weights(use):
 
 def test_a_run_compares_weights_at_its_begin_and_end_and_every_few_steps(tmp_path, monkeypatch):
     seen = []
-    monkeypatch.setattr(
-        training_loop, "check_replicas", lambda cells, optimizer: seen.append(bool(cells and optimizer))
-    )
+    monkeypatch.setattr(trainer, "check_replicas", lambda cells, optimizer: seen.append(bool(cells and optimizer)))
     small = ["training.steps=6", "train_dataset.seq_length=16", "monitor.plot=false"]
     small += ["model.hidden_size=16", "model.intermediate_size=16", "model.num_hidden_layers=1"]
     for every, times in ((4, 3), (2, 4), (0, 0)):
@@ -99,7 +97,7 @@ def test_a_run_compares_weights_at_its_begin_and_end_and_every_few_steps(tmp_pat
         places = [f"training.output_dir={tmp_path / str(every)}", f"train_dataset.cache_dir={tmp_path}"]
         given = [*small, *places, f"context.check_replicas={every}", f"train_dataset.data_path={ROOT / 'README.md'}"]
         recipe = load_recipe(str(ROOT / "configs" / "llama_tiny_cpu_1p.yaml"), given)
-        training_loop.run_steps(training_loop.prepare(recipe))
+        trainer.Trainer(recipe).run()
         assert seen == [True] * times
 
 

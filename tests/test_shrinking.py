@@ -17,17 +17,15 @@ from support.random_recipes import random_recipe
 from mindformers_core.commands import shrinking
 from mindformers_core.commands.shrinking import shrunk_recipe
 from mindformers_core.communication import init_distributed, shutdown
-from mindformers_core.data.datasets import micro_batch
+from mindformers_core.data.reading import micro_batch
 from mindformers_core.layout import layout
 from mindformers_core.mesh import init_device_mesh
-from mindformers_core.operators import tensor_meta
 from mindformers_core.program.activation_policy import Keeper
 from mindformers_core.program.plan import CallPlan, OperatorPlan, Redistribution
 from mindformers_core.program.structure import tree_leaves
 from mindformers_core.propagation.resized import resized
 from mindformers_core.recipe.loader import load_recipe, recipe_from_dict, recipe_to_yaml
-from mindformers_core.recipe.pipeline import micro_batches_of_a_run
-from mindformers_core.recipe.sections import MESH_AXES, accumulation_steps, mesh_shape
+from mindformers_core.recipe.sections import MESH_AXES, batch_plan, mesh_shape
 from mindformers_core.sharding.inspecting import prepare
 from mindformers_core.sharding.sharded_cells import tree_of
 from mindformers_core.trainer.cells import build_cells
@@ -67,7 +65,7 @@ def programs_of(recipe, plans=None):
         init_distributed("fake", world_size=mesh.size, rank=rank)
         for stage, net in build_cells(recipe, mesh, rank).items():
             given = {"saved_plan": partial(resized, plans[stage])} if plans else {}
-            program = prepare(net, *micro_batch(recipe, stage), **given)
+            program = prepare(net, *micro_batch(recipe, net, stage), **given)
             found[stage] = tree_of(net).storage, program
         shutdown()
     return found
@@ -157,7 +155,8 @@ def test_70b_on_128_ranks(layers):
     model = small.model
     assert layers == [0, 19, 20, 21, 40, 41, 60, 61]  # the first one of a stage has an argument
     assert small.parallelism.pipeline_parallel_layers_per_stage == (2, 2, 2, 2) and model.num_hidden_layers == 8
-    assert micro_batches_of_a_run(small) == 5 and accumulation_steps(small, 4) == 2 == accumulation_steps(recipe, 4)
+    plan = batch_plan(small, 4)
+    assert plan.micro_batches == 5 and plan.runs == 2 == batch_plan(recipe, 4).runs
     assert model.hidden_size == model.num_attention_heads * model.head_dim and model.num_key_value_heads == 8
     large, programs = check_shrunk(recipe, small, plans)
     for number, layer in ((1, 19), (2, 20), (7, 61)):
@@ -343,6 +342,5 @@ def test_a_difference_of_a_dropped_layer_is_found():
 def test_the_boundary_of_a_stage_shrinks_too():
     small, plans = shrunk_recipe(load_recipe("configs/llama_tiny_pp.yaml"))
     (_, program) = programs_of(small, plans)[1]
-    hidden = tensor_meta((1, small.train_dataset.seq_length // 2, small.model.hidden_size), "float32")
-    assert micro_batch(small, 1)[0] is hidden
-    assert tree_leaves(program.graph.arguments)[0].shape[-1] == small.model.hidden_size < 64
+    hidden = tree_leaves(program.graph.arguments)[0].shape
+    assert hidden == (2, small.train_dataset.seq_length, small.model.hidden_size) and hidden[-1] < 64

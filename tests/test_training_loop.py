@@ -22,9 +22,9 @@ from mindformers_core.optimizers.settings import AdamWSettings
 from mindformers_core.recipe.loader import load_recipe
 from mindformers_core.sharding.inspecting import programs
 from mindformers_core.tensor_parallel.clipping import ClipByGlobalNorm, clip_by_global_norm
-from mindformers_core.trainer import records, training_loop
+from mindformers_core.trainer import records, trainer
 from mindformers_core.trainer.records import progress_writer
-from mindformers_core.trainer.training_loop import prepare, run_steps
+from mindformers_core.trainer.trainer import Trainer
 
 ONE_RANK = str(Path(__file__).parent.parent / "configs" / "llama_tiny_cpu_1p.yaml")
 SMALL = (
@@ -42,7 +42,7 @@ def run(tmp_path, monkeypatch):
 
     def train(name, *overrides):
         places = (f"training.output_dir={tmp_path / name}", f"train_dataset.cache_dir={tmp_path / 'cache'}")
-        summary = run_steps(prepare(load_recipe(ONE_RANK, [*SMALL, *places, *overrides])))
+        summary = Trainer(load_recipe(ONE_RANK, [*SMALL, *places, *overrides])).run()
         return read_losses(str(tmp_path / name)), summary
 
     return train
@@ -105,17 +105,18 @@ def test_engines_and_graph_mode_give_the_same_curve(run, tmp_path):
 @pytest.mark.parametrize("engine", ["generated", "eager"])
 def test_the_engine_is_the_recipes(run, engine, tmp_path):
     overrides = (f"context.engine={engine}", f"train_dataset.cache_dir={tmp_path}")
-    job = prepare(load_recipe(ONE_RANK, [*SMALL, *overrides]))
-    training_loop.train_step(job)
+    job = Trainer(load_recipe(ONE_RANK, [*SMALL, *overrides]))
+    job.train_step()
     assert len(programs(job.cells[0])) == (engine == "generated")
 
 
 def test_a_step_is_compiled_once(run, monkeypatch):
-    """Neither what changes from step to step nor reading the loss compiles it again."""
+    """Neither what changes from step to step nor reading the loss compiles it again; nor does an evaluation."""
     compiled = []
     check = graph_api._check_recompile
     monkeypatch.setattr(graph_api, "_check_recompile", lambda *args: (compiled.append(args[3]), check(*args)))
-    run("a", "context.mode=0", "lr_scheduler.warmup_steps=3", "training.local_batch_size=2")
+    held = "evaluation.interval=6", "evaluation.dataset={max_bytes: 9000}"
+    run("a", "context.mode=0", "lr_scheduler.warmup_steps=3", "training.local_batch_size=2", *held)
     passes, norm, update = compiled  # forward and backward; the norm, which Python looks at; clipping and update
     assert "stage_function" in passes and "norm_of" in norm and "update" in update
 
@@ -177,14 +178,14 @@ def test_earlier_run_is_moved_aside(run, tmp_path, capsys):
 
 
 def test_gradients_that_are_no_numbers_end_the_run(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(training_loop, "learning_rate", lambda recipe, step: 1e36)
+    monkeypatch.setattr(trainer, "learning_rate", lambda recipe, step: 1e36)
     with pytest.raises(FloatingPointError, match=r"at step 2 \(samples 4 to 7\) .* 10 weights have gradients th"):
         run("a", "training.max_norm=0")
     assert (tmp_path / "a" / "metrics.jsonl").exists()
 
 
 def fail_with(error):
-    """A function that raises `error`, whatever it is given."""
+    """A function that raises `error`."""
 
     def fail(*_):
         raise error
@@ -265,13 +266,6 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(stream, lines, retu
     assert "step 20/20  loss 2.0000" in shown.getvalue()
 
 
-def test_half_written_metrics_line_is_dropped_when_resuming(tmp_path):
-    rows = [{"step": step, "loss": 1.0 / step} for step in (1, 2, 3)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 4, "lo')
-    records.metrics_writer(str(tmp_path), after_step=2)({"step": 3, "loss": 9.0})
-    assert read_losses(str(tmp_path)) == {1: 1.0, 2: 0.5, 3: 9.0}
-
-
 def test_missing_extra_is_told_before_the_first_step(run, monkeypatch):
     monkeypatch.setattr(records.importlib, "import_module", fail_with(ModuleNotFoundError("no such module")))
     with pytest.raises(ModuleNotFoundError, match=r"monitor.plot needs matplotlib: pip install -e '/.*\[plot\]'"):
@@ -304,7 +298,7 @@ def test_missing_dependency_is_told_in_a_line(tmp_path, missing):
 
 
 def test_other_errors_keep_their_traceback(run, monkeypatch):
-    monkeypatch.setattr(training_loop, "train_step", fail_with(ValueError("inside a step")))
+    monkeypatch.setattr(trainer.Trainer, "train_step", fail_with(ValueError("inside a step")))
     with pytest.raises(ValueError, match="inside a step"):
         run("a")
 
@@ -312,8 +306,8 @@ def test_other_errors_keep_their_traceback(run, monkeypatch):
 def test_saved_state_keeps_every_tensor(run, tmp_path):
     run("a", "checkpoint.enable_save=true")
     recipe = load_recipe(ONE_RANK, [*SMALL, f"checkpoint.load_path={tmp_path / 'a'}", "training.steps=7"])
-    job = prepare(recipe)
-    fresh = prepare(dataclasses.replace(recipe, checkpoint=dataclasses.replace(recipe.checkpoint, load_path="")))
+    job = Trainer(recipe)
+    fresh = Trainer(dataclasses.replace(recipe, checkpoint=dataclasses.replace(recipe.checkpoint, load_path="")))
     assert (job.step, job.consumed) == (6, 24)
     for one, other in zip(*(each.optimizer.get_parameters() for each in (job, fresh)), strict=True):
         assert not np.array_equal(one.asnumpy(), other.asnumpy()), one.name

@@ -5,7 +5,7 @@ from test_recipe import CONFIGS
 
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.recipe.loader import load_recipe, recipe_to_yaml
-from mindformers_core.recipe.sections import MESH_AXES, accumulation_steps, mesh_shape
+from mindformers_core.recipe.sections import MESH_AXES, batch_plan, mesh_shape
 from mindformers_core.recipe.zero import zero_settings
 from mindformers_core.zero.precision import MixedPrecision
 
@@ -112,16 +112,16 @@ BATCHES = [  # global_batch_size, gradient_accumulation_steps (None: not given),
 def test_batches_follow_from_what_is_given(whole, given, dp, micro_batches):
     """`local_batch_size` is 2."""
     overrides = [f"{GLOBAL}={whole or 'null'}", f"{ACCUMULATE}={given or 'null'}", f"{SHARD}={dp}"]
-    assert accumulation_steps(load_recipe(ZERO, overrides), dp) == micro_batches
+    assert batch_plan(load_recipe(ZERO, overrides), dp).runs == micro_batches
 
 
 def test_a_batch_that_does_not_fit_the_launched_ranks():
     recipe = load_recipe(ZERO, [f"{SHARD}=-1", f"{GLOBAL}=16"])
     _, dp, _, _ = mesh_shape(recipe, 8)
-    assert accumulation_steps(recipe, dp) == 2
+    assert batch_plan(recipe, dp).runs == 2
     _, dp, _, _ = mesh_shape(recipe, 16)
     with pytest.raises(ValueError, match="2 x 8 data-parallel ranks x .*_steps 2 = 32: .*=32 or .*_steps=1, or give"):
-        accumulation_steps(recipe, dp)
+        batch_plan(recipe, dp)
 
 
 def test_a_wrong_number_of_ranks_names_the_groups():

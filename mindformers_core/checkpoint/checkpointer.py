@@ -69,10 +69,7 @@ class Checkpointer:
 
     def __exit__(self, kind, *_):
         try:
-            if kind is None:
-                self.settle()
-            elif self._background is not None:
-                self._background.await_writer(_PATIENCE)
+            self.settle() if kind is None else self.await_writer()
         finally:
             self.close()
 
@@ -193,6 +190,11 @@ class Checkpointer:
         """Wait until the state is copied; with `async_save` before it changes."""
         if self._background is not None:
             self._background.await_copies()
+
+    def await_writer(self):
+        """Wait up to a minute for what this rank is writing: where other ranks may not call `settle`."""
+        if self._background is not None:
+            self._background.await_writer(_PATIENCE)
 
     def close(self):
         """End what is being written, incomplete; call `settle` before for the last checkpoint."""

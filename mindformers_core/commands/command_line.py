@@ -1,25 +1,21 @@
 """`python -m mindformers_core train | generate | verify | diff | compare | inspect | check | convert`."""
 
 import argparse
-import dataclasses
 import os
 import signal
 import sys
-import traceback
 from functools import partial
 
 from mindformers_core.commands.compare import compare_runs
+from mindformers_core.commands.ending import end_by
 
 _DESCRIPTION = "Train Llama-style models from a YAML recipe, on a mesh, and generate with them."
-# errors of a user's recipe, data or command are reported in a line or two, others with their traceback
-_USER_ERRORS = (ValueError, TypeError, OSError, ModuleNotFoundError)
-_DEPENDENCIES = ("mindspore", "numpy", "scipy", "yaml")
 
 
 def main(arguments=None):
-    """Run one command; returns the exit code: 0 done, 1 runs that differ, 2 an error, 130 interrupted, 141 not read.
+    """Run one command; returns the exit code: 0 done, 1 runs that differ, 130 interrupted, 141 not read.
 
-    With the environment variable MINDFORMERS_DEBUG=1 errors have their tracebacks.
+    That of an error is as of `end_by`.
     """
     parser = _parser()
     arguments, rest = parser.parse_known_args(arguments)
@@ -29,7 +25,7 @@ def main(arguments=None):
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
-        code = _run(arguments)
+        code = arguments.run(arguments)
         sys.stdout.flush()
         return code or 0
     except BrokenPipeError:  # the reader, as `head`, has enough
@@ -38,16 +34,8 @@ def main(arguments=None):
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
-
-
-def _run(arguments):
-    try:
-        result = arguments.run(arguments)
-    except BrokenPipeError:
-        raise
-    except _USER_ERRORS as error:
-        return _report(error)
-    return result() if callable(result) else result
+    except Exception as error:
+        return end_by(error)
 
 
 def _parser():
@@ -110,36 +98,21 @@ def _count(text):
     return int(text)
 
 
-# What commands do: each returns the exit code (None: 0), or a function that does the rest, whose errors are ours.
+# What commands do: each returns the exit code (None: 0).
 def _train(arguments):
     from mindformers_core.recipe.loader import load_recipe
 
     recipe = load_recipe(arguments.config, arguments.overrides)
-    if not recipe.training.output_dir:
-        name = os.path.splitext(os.path.basename(arguments.config))[0]
-        training = dataclasses.replace(recipe.training, output_dir=os.path.join("output", name))
-        recipe = dataclasses.replace(recipe, training=training)
     if arguments.dry_run:
         from mindformers_core.commands.dry_run import dry_run
 
         print(dry_run(recipe))
         return 0
-    from mindformers_core.trainer.training_loop import prepare
+    from mindformers_core.trainer.trainer import Trainer
 
-    return partial(_run_steps, prepare(recipe))
-
-
-def _run_steps(job):
-    from mindformers_core.data.datasets import DataError
-    from mindformers_core.trainer.training_loop import run_steps
-
-    try:
-        summary = run_steps(job)
-    except BrokenPipeError:
-        raise
-    except (OSError, DataError, FloatingPointError) as error:
-        return _report(error)
-    if job.rank == 0:
+    trainer = Trainer(recipe)
+    summary = trainer.run()
+    if trainer.rank == 0:
         print(summary)
     return 0
 
@@ -196,15 +169,3 @@ def _convert(arguments):
 
     recipe = load_recipe(arguments.config, arguments.overrides) if arguments.config else None
     print(convert(arguments.source, arguments.target, recipe))
-
-
-def _report(error):
-    if os.environ.get("MINDFORMERS_DEBUG"):
-        traceback.print_exception(error)
-    if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in _DEPENDENCIES:
-        error = (
-            f"{error.name} is not installed in {sys.executable}: run bash scripts/quickstart.sh, or pip install . "
-            "(if that is done: source .venv/bin/activate)"
-        )
-    print(f"error: {error}", file=sys.stderr)
-    return 2

@@ -16,8 +16,7 @@ from mindformers_core.diff.runs import Run
 from mindformers_core.passes.thread_tape import custom_gradients
 from mindformers_core.recipe.loader import load_recipe
 from mindformers_core.recipe.sections import recipe_mesh
-from mindformers_core.trainer.checkpoints import open_source
-from mindformers_core.trainer.training_loop import begin_job, train_step
+from mindformers_core.trainer.trainer import Trainer
 
 
 def diff(sources, overrides, steps, keep=None, perturbed=None):
@@ -69,10 +68,9 @@ def _run(source, overrides, folder, steps, title=None):
 def run_simulated(recipe, steps, prepare=None):
     """Run the first steps of a recipe, after its checkpoint, on simulated ranks; returns every rank's rows of metrics.
 
-    Its run folder gets digests, if it says so, and no other records. `prepare(job)` is called before a rank's first
+    Its run folder gets digests, if it says so, and no other records. `prepare(trainer)` is called before a rank's first
     step. ValueError: graph mode on several ranks.
     """
-    checkpoint = open_source(recipe)
     mesh, dataset = recipe_mesh(recipe), dataset_of(recipe)
     if mesh.size > 1 and recipe.context.mode == 0:
         raise ValueError(
@@ -82,10 +80,10 @@ def run_simulated(recipe, steps, prepare=None):
     ms.runtime.launch_blocking()
 
     def work(rank):
-        job = begin_job(recipe, mesh, rank, dataset, checkpoint)
+        trainer = Trainer(recipe, mesh=mesh, dataset=dataset)
         if prepare is not None:
-            prepare(job)
-        return [train_step(job) for _ in range(min(steps, recipe.training.steps - job.step))]
+            prepare(trainer)
+        return [dict(trainer.train_step()) for _ in range(min(steps, recipe.training.steps - trainer.step))]
 
     with custom_gradients():
         return SimulatedRanks(mesh.size).run(work)

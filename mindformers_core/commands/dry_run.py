@@ -14,12 +14,12 @@ from mindformers_core.analysis.memory import recomputed_at_once
 from mindformers_core.analysis.prediction import Prediction
 from mindformers_core.capture.algorithm_graph import algorithm_of
 from mindformers_core.communication.world import rank_of
-from mindformers_core.data.datasets import micro_batch
+from mindformers_core.data.reading import micro_batch
 from mindformers_core.dtypes import ITEM_BYTES
 from mindformers_core.hints import any_layer, columns
 from mindformers_core.optimizers.settings import placed_lines
 from mindformers_core.recipe.pipeline import recipe_timeline
-from mindformers_core.recipe.sections import accumulation_steps, recipe_mesh
+from mindformers_core.recipe.sections import batch_plan, recipe_mesh
 from mindformers_core.recompute.stages import check_stages
 from mindformers_core.sharding.inspecting import prepare
 from mindformers_core.sharding.sharded_cells import tree_of
@@ -88,12 +88,12 @@ def dry_run(recipe):
             summaries |= {stage: tree_of(net).activations.stage_summary() for stage, net in cells.items()}
     if any(summaries.values()):
         check_stages(recipe.recompute, recipe.swap, [summaries[stage] for stage in sorted(summaries)])
-    dp_size, local = mesh.axis_size("dp"), recipe.training.local_batch_size
-    steps, kind = accumulation_steps(recipe, dp_size), "pipeline runs" if timeline else "micro-batches"
+    plan, kind = batch_plan(recipe, mesh.axis_size("dp")), "pipeline runs" if timeline else "micro-batches"
     head = (
         f"mesh        {mesh}: {mesh.size} ranks\n"
-        f"batch       {dp_size * steps * local} sequences of {recipe.train_dataset.seq_length} tokens a step: "
-        f"{dp_size} dp ranks x {steps} {kind} x {local}\n"
+        f"batch       {plan.samples} sequences of {recipe.train_dataset.seq_length} tokens a step: {plan.ranks} dp "
+        f"ranks x {plan.runs} {kind} x {recipe.training.local_batch_size}"
+        f"{f', {plan.empty} of these rows empty' if plan.empty else ''}\n"
     ) + "".join(f"{line}\n" for line in placed_lines(placed, recipe.optimizer))
     if recipe.context.mode == 0 and recipe.context.device_target == "CPU":
         head += "memory      more than below: in graph mode MindSpore keeps 8 to 9 times the activations on CPU\n"
@@ -105,7 +105,7 @@ def _facts_of_rank(recipe, cells, live):
     at_once = recipe.context.mode == 0 or recipe.parallelism.pipeline_parallel > 1  # all gradients of a backward pass
     kept, recomputed, lines, parameters = 0, 0, [], {}
     for stage, net in cells.items():
-        given, policy = micro_batch(recipe, stage), tree_of(net).activations
+        given, policy = micro_batch(recipe, net, stage), tree_of(net).activations
         if recipe.context.engine == "eager":  # without a plan
             with ms.DeviceCtx("meta"):
                 net(*(ms.mint.zeros(each.shape, dtype=getattr(ms, each.dtype)) for each in given))

@@ -16,7 +16,7 @@ from mindformers_core.serving.sampling import Sampling
 from mindformers_core.tensor_parallel import shard
 from mindformers_core.trainer.cells import shard_settings, stages_of
 from mindformers_core.trainer.checkpoints import fill, open_source, weight_parts
-from mindformers_core.trainer.training_loop import enter_world
+from mindformers_core.trainer.joining import enter_world
 
 
 def generate(recipe, prompts, *options, **named_options):

@@ -15,14 +15,14 @@ from math import lcm, prod
 from typing import NamedTuple
 
 from mindformers_core.communication.world import rank_of
-from mindformers_core.data.datasets import micro_batch
+from mindformers_core.data.reading import micro_batch, sample_arrays
 from mindformers_core.program.plan import OperatorPlan, Redistribution
 from mindformers_core.program.structure import tree_leaves, tree_map
 from mindformers_core.propagation.resized import resized
 from mindformers_core.ranges import check_range
 from mindformers_core.recipe.checks import check_recipe
-from mindformers_core.recipe.pipeline import check_pipeline, layers_of_stages, micro_batches_of_a_run
-from mindformers_core.recipe.sections import accumulation_steps, recipe_mesh
+from mindformers_core.recipe.pipeline import check_pipeline, layers_of_stages
+from mindformers_core.recipe.sections import batch_plan, micro_batches_of_a_run, recipe_mesh
 from mindformers_core.sharding.plan_passes import planned_call
 from mindformers_core.sharding.sharded_cells import tree_of
 from mindformers_core.trainer.cells import build_cells
@@ -56,7 +56,7 @@ def planned(recipe, choices=None, forgets=False, taken=lambda stage, *found: fou
 
     def plan_stage(stage, tree):
         saved = choices and partial(choices[stage], mesh=tree.mesh)
-        graph, plan, _ = planned_call(tree, "", micro_batch(recipe, stage), {}, saved)
+        graph, plan, _ = planned_call(tree, "", micro_batch(recipe, tree.cells[""], stage), {}, saved)
         for constant in (each for call in graph.calls() for each in call.constants if forgets):
             constant.forget()
         return taken(stage, tree, graph, plan)
@@ -166,12 +166,12 @@ def shrunk_recipe(recipe):
     """
     sizes, stages = recipe.parallelism, _planned_stages(recipe)
     given, tensors = tuple(vars(sizes)[name] for name in NARROWED), {pair for each in stages for pair in each.tensors}
-    runs = accumulation_steps(recipe, sizes.data_parallel_replicate * sizes.data_parallel_shard)
-    training = replace(recipe.training, global_batch_size=None, gradient_accumulation_steps=runs)
+    plan = batch_plan(recipe, recipe_mesh(recipe).axis_size("dp"))
+    training = replace(recipe.training, global_batch_size=None, gradient_accumulation_steps=min(plan.runs, _RUNS))
     for (mesh, kept), share in product(_meshes(given, stages), _SHARES):
         small = replace(recipe, training=training, parallelism=replace(sizes, **dict(zip(NARROWED, mesh))))
         try:
-            small = _with_few_micro_batches(_with_layers(small, [each.layers for each in kept]))
+            small = _with_few_micro_batches(_with_layers(small, [each.layers for each in kept]), plan.empty > 0)
             small = _with_sizes(small, tensors, [*zip(given, mesh)][:-1], share)
             return (small := _sharded_alike(small, [each.parameters for each in kept])), _plans(small, kept)
         except Exception as error:  # a user's model may fail in any way at sizes that aren't its own
@@ -240,20 +240,25 @@ def _with_layers(recipe, stages):
     return replace(recipe, model=replace(model, **changes), parallelism=sizes, recompute=again, swap=swap)
 
 
-def _with_few_micro_batches(recipe):
-    """The recipe with as few micro-batches as exercise its schedule, and the summing of gradients."""
+def _with_few_micro_batches(recipe, has_empty_rows):
+    """The recipe with as few micro-batches as exercise its schedule, with an empty row if it has any."""
     training, sizes = recipe.training, recipe.parallelism
-    runs = accumulation_steps(recipe, sizes.data_parallel_replicate * sizes.data_parallel_shard)
-    training = replace(training, global_batch_size=None, gradient_accumulation_steps=min(runs, _RUNS))
     if sizes.pipeline_parallel == 1:
-        return replace(recipe, training=replace(training, local_batch_size=min(training.local_batch_size, _SEVERAL)))
+        small = replace(recipe, training=replace(training, local_batch_size=min(training.local_batch_size, _SEVERAL)))
+        return _with_empty_row(small) if has_empty_rows else small
     whole, size = micro_batches_of_a_run(recipe), min(sizes.pipeline_parallel_microbatch_size, _SEVERAL)
     sizes = replace(sizes, pipeline_parallel_microbatch_size=size)
     for count in range(min(whole, sizes.pipeline_parallel + 1), whole + 1):
         small = replace(recipe, parallelism=sizes, training=replace(training, local_batch_size=count * size))
         with suppress(ValueError):  # a schedule may want a multiple of the number of ranks
             check_pipeline(small)
-            return small
+            return _with_empty_row(small) if has_empty_rows else small
+
+
+def _with_empty_row(recipe):
+    full = batch_plan(recipe, recipe_mesh(recipe).axis_size("dp")).samples
+    training = replace(recipe.training, global_batch_size=max(1, full - 1), gradient_accumulation_steps=None)
+    return replace(recipe, training=training)
 
 
 def _own_sizes(recipe):
@@ -281,7 +286,7 @@ def _with_sizes(recipe, tensors, ranks, share):
     parts = parts_of_sizes(tensors, fewer | {"dp": fewer["dp_replicate"] * fewer["dp_shard"]})
     sizes = {section.seq_length, *(leaf for leaf in tree_leaves(own, int) if type(leaf) is int)}
     if section.factory:  # a user's data have sizes of their own
-        sizes -= {size for each in micro_batch(recipe) for size in each.shape[1:]} - {section.seq_length}
+        sizes -= {size for each in sample_arrays(recipe) for size in each.shape[1:]} - {section.seq_length}
     for size in sizes if share else ():
         counts = zip(parts.get(size, (1, 1)), *(pair for pair in divisors if size % pair[0] == 0))
         parts[size] = tuple(lcm(*count) for count in counts)

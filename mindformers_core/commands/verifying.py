@@ -9,9 +9,10 @@ import mindspore as ms
 import numpy as np
 
 from mindformers_core.commands.shrinking import NARROWED, planned, shrunk_recipe
-from mindformers_core.data.datasets import dataset_of, local_batch
-from mindformers_core.recipe.pipeline import micro_batches_of_a_run
-from mindformers_core.recipe.sections import accumulation_steps, recipe_mesh
+from mindformers_core.data.datasets import dataset_of
+from mindformers_core.data.reading import batch_reader, ignored_rows, local_batch
+from mindformers_core.layout import Layout
+from mindformers_core.recipe.sections import batch_plan, micro_batches_of_a_run, recipe_mesh
 from mindformers_core.recipe.zero import mixed_precision
 from mindformers_core.sharding.initialize import materialize
 from mindformers_core.sharding.parameter_storage import as_computed
@@ -42,17 +43,16 @@ def verify_recipe(recipe, full=False):
         recipe, plans = shrunk_recipe(recipe)
     recipe, mesh = replace(recipe, context=replace(recipe.context, engine=given.context.engine)), recipe_mesh(recipe)
     print(f"running {mesh.size:,} ranks …", file=sys.stderr, flush=True)
-    runs, count = accumulation_steps(recipe, mesh.axis_size("dp")), micro_batches_of_a_run(recipe)
-    is_sum = recipe.spec.loss == "sum"
-    inputs = _inputs(recipe, runs * mesh.axis_size("dp") * recipe.training.local_batch_size)
+    plan, is_sum = batch_plan(recipe, mesh.axis_size("dp")), recipe.spec.loss == "sum"
+    inputs = _inputs(recipe, plan.samples)
     data = SimpleNamespace(batch=lambda first, count: [array[first : first + count] for array in inputs])
 
     def step(rank, cells):
         ms.set_seed(recipe.training.seed)
-        run_passes, clip, optimizer = step_parts(recipe, mesh, cells)
-        arrays = local_batch(recipe, mesh, rank, data)
+        run_passes, clip, optimizer, _ = step_parts(recipe, mesh, cells)
+        arrays = batch_reader(recipe, plan, cells, rank)(data)
         results, gradients = run_passes(tuple(as_computed(ms.Tensor(array)) for array in arrays))
-        share = count if is_sum else 1  # of a run's loss: passes are compared by their mean
+        share = plan.micro_batches if is_sum else 1  # of a run's loss: passes are compared by their mean
         losses = {(None, run): [(loss / share, None)] for run, (loss, *_) in enumerate(results)}
         return losses, gradients, clip, optimizer
 
@@ -63,10 +63,11 @@ def verify_recipe(recipe, full=False):
 
     first = next(graph for (stage, _), (graph, _) in plans.items() if stage == 0)
     names = recipe.spec.inputs or list(first.arguments)
-    passes = _passes(inputs, runs, count, 1 if is_sum else 1 / count, names)
+    whole = local_batch(plan, [Layout.on(mesh, ((),) * array.ndim) for array in inputs], 0, ignored_rows(recipe), data)
+    passes = _passes(whole, plan, 1 if is_sum else 1 / plan.micro_batches, names)
     subject = SimpleNamespace(
         mesh=mesh, build=partial(build_cells, recipe, mesh), step=step, replica=lambda *_: 0, parameters=parameters,
-        passes=passes, divisor=None if is_sum else runs, device_target=recipe.context.device_target, model=net,
+        passes=passes, divisor=None if is_sum else plan.runs, device_target=recipe.context.device_target, model=net,
         goes_on=True, is_mixed=mixed_precision(recipe) != MixedPrecision(),
     )  # fmt: skip
     return simulate(subject, plans, _notes(given, recipe))
@@ -97,10 +98,11 @@ def _inputs(recipe, count):
     return ids[:, :-1], np.where(draw.random((count, length)) < 0.1, -100, ids[:, 1:]).astype(np.int32)
 
 
-def _passes(inputs, runs, count, slope, names):
+def _passes(inputs, plan, slope, names):
     """The passes of a subject of `simulate`: every one of the micro-batches of every run, of all dp ranks together."""
-    passes, parts = [], zip(*(np.split(array, runs * count) for array in inputs))
-    for (run, number), (first, *others) in zip(np.ndindex(runs, count), parts, strict=True):
+    passes, count = [], plan.micro_batches
+    parts = zip(*(array.reshape(-1, plan.rows, *array.shape[2:]) for array in inputs))
+    for (run, number), (first, *others) in zip(np.ndindex(plan.runs, count), parts, strict=True):
         named = dict(zip(names[1:], others, strict=True))
         passes.append(((number, run, 0), (first,), named, lambda losses: [np.full_like(losses[0], slope)]))
     return passes

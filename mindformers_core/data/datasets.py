@@ -18,9 +18,6 @@ import numpy as np
 
 from mindformers_core.hints import first_of
 from mindformers_core.lazy_exports import import_object
-from mindformers_core.operators.signature import tensor_meta
-from mindformers_core.recipe.pipeline import micro_batches_of_a_run
-from mindformers_core.recipe.sections import accumulation_steps
 from mindformers_core.scopes import errors_at
 
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
@@ -90,32 +87,18 @@ class OwnDataset:
         )
 
 
-def local_batch(recipe, mesh, rank, dataset, consumed=0):
-    """The arrays of a step on `rank`, each (runs, local batch, …): ids and labels, or those of a user's dataset.
-
-    Earlier steps took `consumed` sequences. The global batch is divided into micro-batches, those of a pipeline's
-    schedule, in order, and each micro-batch is sharded over dp in order. The axes of `mesh` are `MESH_AXES`.
-    """
-    (place,), dp_size = mesh.coordinate(rank, ("dp",)), mesh.axis_size("dp")
-    runs, passes = accumulation_steps(recipe, dp_size), micro_batches_of_a_run(recipe)
-    size = recipe.training.local_batch_size // passes
-    firsts = [consumed + (number * dp_size + place) * size for number in range(runs * passes)]
-    arrays = map(np.concatenate, zip(*(dataset.batch(first, size) for first in firsts)))
-    return [array.reshape(runs, -1, *array.shape[1:]) for array in arrays]
-
-
 def dataset_of(recipe):
     """The dataset of a recipe: a `TokenDataset`, or the object that the function `train_dataset.factory` returns.
 
-    The function takes the recipe's section `train_dataset`, the model's config and the seed. The object has a method
-    `batch(first, count)`, which returns a tuple of arrays, each with samples `first` to `first + count - 1` of an
-    endless stream along its first dim. The stream is the same on all ranks; each rank requests its own samples.
+    The function takes the recipe's section `train_dataset`, the model's config and the data's seed. The object has a
+    method `batch(first, count)`, which returns a tuple of arrays, each with samples `first` to `first + count - 1` of
+    an endless stream along its first dim. The stream is the same on all ranks; each rank requests its own samples.
 
     Raises:
         ValueError: a factory that can't be imported. TypeError: an object without such a `batch`, as MindSpore's
             datasets. More: `open_dataset`.
     """
-    section, seed = recipe.train_dataset, recipe.training.seed
+    section, seed = recipe.train_dataset, recipe.data_seed
     if not section.factory:
         return open_dataset(section, recipe.model.vocab_size, seed)
     with errors_at("train_dataset.factory: ", kinds=ValueError):
@@ -224,29 +207,3 @@ def _cached(files, max_bytes, cache_dir):
 @lru_cache(maxsize=2)
 def _shuffled(seed, epoch, count):
     return np.random.default_rng((seed, epoch)).permutation(count)
-
-
-def micro_batch(recipe, stage=0):
-    """The local inputs of one forward pass of the stage with this number: a tuple of `TensorMeta`s.
-
-    The first stage, or the whole model, takes the arrays of the dataset: input ids and labels of shape (sequences,
-    tokens of a sequence), or those of a user's dataset. Every other stage takes the hidden states of the stage before
-    it in place of the first array.
-    """
-    sizes, length = recipe.parallelism, recipe.train_dataset.seq_length
-    batch = recipe.training.local_batch_size // micro_batches_of_a_run(recipe)
-    if recipe.train_dataset.factory:
-        arrays = dataset_of(recipe).batch(0, 1)
-        first, *others = (tensor_meta((batch, *array.shape[1:]), str(array.dtype)) for array in arrays)
-    else:
-        first, *others = [tensor_meta((batch, length), "int32")] * 2
-    if sizes.pipeline_parallel > 1 and len(others) + 1 != len(recipe.spec.inputs):
-        raise ValueError(
-            f"model.name: the ModelSpec of {recipe.model_name} has the inputs {', '.join(recipe.spec.inputs)}, but the "
-            f"dataset gives {len(others) + 1} arrays: name them all"
-        )
-    if stage > 0:
-        length = length // sizes.tensor_parallel if sizes.sequence_parallel else length
-        first = recipe.spec.boundary(recipe.model, batch, length)
-        first = tensor_meta(first.shape, recipe.precision.compute or first.dtype)
-    return first, *others

@@ -29,6 +29,8 @@ _RAISED = 6.0  # seconds that an error waits for the report at most
 _IDLE = 0.3  # CPU seconds in a second that a rank which waits in a compiled function takes at most
 _START = 30.0  # least deadline in seconds of the start, which differs by as much on a busy machine
 _BEGUN = 1.0  # seconds in which other ranks begin to wait for one that fails
+_RAISED_CODE = 1  # Python's exit code after an error
+_FOR_OTHERS = 75  # exit code of a rank that ends since others failed or wait; EX_TEMPFAIL of sysexits.h
 
 
 class Watch:
@@ -47,6 +49,7 @@ class Watch:
         faulthandler.register(signal.SIGUSR2, stack_file, all_threads=False, chain=False)
         self.recorder = Recorder(self.board, rank, stack_file, check)
         self._slot, self._is_open = self.recorder.slot, True
+        self._code = _FOR_OTHERS  # exit code where there is a report
         self._processes = {}  # descriptor that is readable once the process has ended -> rank
         self._thread = threading.Thread(target=self._run, name="hang watcher", daemon=True)
         self._thread.start()
@@ -61,7 +64,7 @@ class Watch:
 
     def hear_errors(self):
         """Tell other ranks of an error that ends this one: once MindSpore has set its own `sys.excepthook`, to join."""
-        self._hook, sys.excepthook = sys.excepthook, self._fail
+        self._hook, sys.excepthook = sys.excepthook, self._end_by
 
     def close(self):
         """Leave the board, at `shutdown()`."""
@@ -84,15 +87,29 @@ class Watch:
         self._thread.join(_RAISED)
         return self.board.report
 
-    def _fail(self, kind, error, traceback):
-        """The process's `sys.excepthook`: the watcher tells the ranks that wait for this one of its error."""
+    def fail(self, error, code):
+        """Tell the ranks that wait for this one of the error that ends it, and wait until they have said so.
+
+        Returns:
+            The exit code: `code`; 75 where a report has ended this rank before, which `error` is then of.
+        """
+        if self.board.report:
+            self._slot.raised = True
+            return self._code
+        self._code = code
+        frames = [f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in extract_tb(error.__traceback__)]
+        name, text = type(error).__name__, " ".join(str(error).split())[: MOST_ERROR // 4]
+        self._slot.error = f"{name}: {text} (at {own_frame(frames[::-1])})".encode()[: MOST_ERROR - 1]
+        self._slot.raised = True
+        self._thread.join(_BEGUN)
+        self._thread.join(_RAISED if self.board.report else 0)
+        return code
+
+    def _end_by(self, kind, error, traceback):
+        """The process's `sys.excepthook`."""
         self._hook(kind, error, traceback)
         if os.getpid() == self._slot.pid and issubclass(kind, Exception):
-            frames = [f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in extract_tb(traceback)]
-            text = f"{kind.__name__}: {' '.join(str(error).split())[: MOST_ERROR // 4]} (at {own_frame(frames[::-1])})"
-            self._slot.error, self._slot.raised = text.encode()[: MOST_ERROR - 1], True
-            self._thread.join(_BEGUN)
-            self._thread.join(_RAISED if self.board.report else 0)
+            self.fail(error, _RAISED_CODE)
 
     def _leave(self):
         """At the end of the process: MindSpore's own end would wait for ranks that are gone."""
@@ -148,8 +165,6 @@ class Watch:
         self._slot.reported = True
         self._wait_for_others()
         if not self._slot.raised:
-            if any(slot.raised for slot in self.board.slots):
-                time.sleep(_BY_ITSELF)  # the launcher ends all others with the first rank
             self._end()
 
     def _wait_for_others(self):
@@ -178,10 +193,20 @@ class Watch:
         slot.reported = True
 
     def _end(self):
-        """End the process at once: its threads wait for other ranks."""
+        """End the process at once, after that which has failed: its threads wait for other ranks."""
+        end = time.monotonic() + _ALL_REPORTED
+        while self._code == _FOR_OTHERS and self._failing() and time.monotonic() < end:
+            time.sleep(0.02)
+        if self._code == _FOR_OTHERS and any(slot.raised for slot in self.board.slots):
+            time.sleep(_BY_ITSELF)  # the launcher looks now and then, and ends all others with the first that it sees
         flush = threading.Thread(target=lambda: (sys.stdout.flush(), sys.stderr.flush()), daemon=True)
         flush.start()
         flush.join(_BY_ITSELF)  # the main thread may hold the file's lock
         for folder in self.recorder.folders:
             shutil.rmtree(folder, ignore_errors=True)
-        os._exit(1)
+        os._exit(self._code)
+
+    def _failing(self):
+        """The ranks that end by errors of their own, and run."""
+        ranks = [rank for rank in self.board.ranks() if self.board.slots[rank].error]
+        return [rank for rank in ranks if self.board.state(rank)[0] in ("running", "ended")]

@@ -72,15 +72,17 @@ class ModelSpec:
         loss: `"sum"`: the model returns the sum of its labels' losses and the number of labels that count, so that each
             weighs alike in a step, wherever it lies. `"mean"` (default): it returns a mean, alone or first, and every
             micro-batch weighs alike: right where all samples do.
-        inputs: names of the arguments of `construct`, in the order of the arrays of the dataset. Only pipelines need
-            them: the first array is passed from stage to stage, the others to each stage by name.
-        boundary: `boundary(config, batch, length)` is the `TensorMeta` that a stage sends to the next, with `length`
-            positions of the sequence on this rank. Pipelines need it: `cell(config, layers=LayerRange)` builds a
-            stage, and the config has `num_hidden_layers`. None: the model can't be a pipeline.
+        inputs: names of the arguments of `construct`, in the order of the arrays of the dataset. Only pipelines and
+            `ignored` need them: the first array is passed from stage to stage, the others to each stage by name.
+        boundary: `boundary(config, batch, length)` is the `TensorMeta` of the whole tensor that a stage sends to the
+            next, for `batch` samples of `length` positions. Pipelines need it: `cell(config, layers=LayerRange)` builds
+            a stage, and the config has `num_hidden_layers`. None: the model can't be a pipeline.
         tied: `tied(config)` returns the paths of the parameters that the first and the last stage share.
         divided: `divided(config)` is a list of `(key, size)`, sizes that `tensor_parallel` has to divide.
         hugging_face: the `HuggingFaceFormat` of its checkpoints. None: tensors have the names of parameters, and
             `config.json` the keys of the config.
+        ignored: name of an input -> the value with which a row of it counts no label, as `{"labels": -100}`: with
+            loss="sum", ranks and micro-batches may then have different numbers of samples, see `BatchPlan`.
     """
 
     cell: object
@@ -91,10 +93,13 @@ class ModelSpec:
     tied: Callable = lambda config: ()
     divided: Callable = lambda config: ()
     hugging_face: HuggingFaceFormat | None = None
+    ignored: dict = field(default_factory=dict, hash=False)
 
     def __post_init__(self):
         if self.loss not in ("mean", "sum"):
             raise ValueError(f'ModelSpec.loss: {self.loss!r} should be "mean" or "sum"')
+        if self.ignored and (self.loss == "mean" or not self.ignored.keys() <= set(self.inputs)):
+            raise ValueError(f'ModelSpec.ignored: {self.ignored} needs loss="sum", and names of inputs {self.inputs}')
         for name in ("boundary", "tied", "divided"):
             if not callable(value := getattr(self, name)) and value is not None:
                 raise TypeError(f"ModelSpec.{name}: {value!r} should be a function, as {name}=lambda config: …")
@@ -134,6 +139,7 @@ MODELS = MappingProxyType(
             "mindformers_core.models.llama:llama_for_training",
             LlamaConfig,
             loss="sum",
+            ignored={"labels": -100},
             inputs=("input_ids", "labels"),
             boundary=lambda config, batch, length: tensor_meta((batch, length, config.hidden_size), config.dtype),
             tied=lambda config: ("model.embed_tokens.weight",) if config.tie_word_embeddings else (),

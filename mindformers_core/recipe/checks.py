@@ -2,7 +2,7 @@
 
 from mindformers_core.recipe.learning_rate import LrScheduler
 from mindformers_core.recipe.pipeline import check_pipeline
-from mindformers_core.recipe.sections import accumulation_steps
+from mindformers_core.recipe.sections import batch_plan, dataset_layouts
 from mindformers_core.recompute.settings import check_compilable, check_gathers
 from mindformers_core.redistribution.quantities import named_device_model
 from mindformers_core.scopes import errors_at
@@ -25,7 +25,7 @@ def check_recipe(recipe):
         check(recipe)
     sizes = recipe.parallelism
     if sizes.data_parallel_shard > 0:
-        accumulation_steps(recipe, sizes.data_parallel_replicate * sizes.data_parallel_shard)
+        batch_plan(recipe, sizes.data_parallel_replicate * sizes.data_parallel_shard)
 
 
 def recipe_device_model(recipe):
@@ -80,6 +80,8 @@ def _check_data(recipe):
         raise ValueError(
             f"train_dataset.seq_length: {dataset.seq_length} is more than model.max_position_embeddings {longest}"
         )
+    if recipe.spec.inputs:
+        dataset_layouts(dataset, recipe.spec.inputs)
     if dataset.factory:
         return
     if vocab_size is None:

@@ -29,6 +29,10 @@ _COMPONENTS = {  # section whose key `type` names a component -> arguments of `n
 _OF_A_MACHINE = ("train_dataset.cache_dir",)  # keys that ranks may have different values of
 
 
+class RecipeError(ValueError):
+    """What a recipe says is wrong: YAML, a key, a value, its type, or a combination."""
+
+
 def load_recipe(path, overrides=()):
     """The `Recipe` of the YAML file at `path`.
 
@@ -38,9 +42,20 @@ def load_recipe(path, overrides=()):
 
     Raises:
         FileNotFoundError: no such file.
-        TypeError: a value of another type than its key's.
-        ValueError: not YAML, an unknown or missing key, a value out of range, an impossible combination.
+        RecipeError: not YAML, an unknown or missing key, a value of another type than its key's or out of range, an
+            impossible combination.
     """
+    with errors_at("", kind=RecipeError):
+        sections = _read_sections(path, overrides)
+    with errors_at(f"{path}: ", kind=RecipeError):
+        recipe = recipe_from_dict(sections)
+    if recipe.training.output_dir:
+        return recipe
+    folder = os.path.join("output", os.path.splitext(os.path.basename(path))[0])
+    return dataclasses.replace(recipe, training=dataclasses.replace(recipe.training, output_dir=folder))
+
+
+def _read_sections(path, overrides):
     try:
         with open(path, encoding="utf-8") as file:
             sections = parse_yaml(file.read(), path)
@@ -56,16 +71,34 @@ def load_recipe(path, overrides=()):
         if len(keys) > 1 and keys[0] in sections:  # further keys of a section that is true or false
             sections[keys[0]] = _spelled_out(sections[keys[0]], typing.get_type_hints(Recipe).get(keys[0]))
         _put(sections, keys, value)
-    with errors_at(f"{path}: "):
-        return recipe_from_dict(sections)
+    return sections
 
 
+@errors_at("", kind=RecipeError)
 def recipe_from_dict(sections):
     """The checked `Recipe` of nested dicts; errors as in `load_recipe`."""
     kind, sections = _recipe_class(sections)
     recipe = _convert(sections, kind, "")
     check_recipe(recipe)
+    if recipe.evaluation.interval:
+        check_recipe(evaluated(recipe))
     return recipe
+
+
+def evaluated(recipe):
+    """The recipe with the data of its section `evaluation` in the place of `train_dataset`.
+
+    Raises:
+        TypeError, ValueError: a wrong key there; no key, so that it would be the training data.
+    """
+    if not recipe.evaluation.dataset:
+        raise ValueError(
+            "evaluation.dataset: missing: training data would be evaluated: give the keys of train_dataset that "
+            "differ, as {data_path: [held_out.txt]}"
+        )
+    keys = _plain(recipe.train_dataset) | recipe.evaluation.dataset
+    section = _convert(keys, type(recipe.train_dataset), "evaluation.dataset")
+    return dataclasses.replace(recipe, train_dataset=section)
 
 
 def _recipe_class(sections):

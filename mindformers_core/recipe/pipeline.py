@@ -3,6 +3,7 @@
 from mindformers_core.pipeline.layer_split import split_layers
 from mindformers_core.pipeline.schedules.named import schedule_class
 from mindformers_core.pipeline.tables.simulating import simulate
+from mindformers_core.recipe.sections import micro_batches_of_a_run
 from mindformers_core.scopes import errors_at
 
 
@@ -60,23 +61,6 @@ def recipe_schedule(recipe):
     """
     with errors_at("parallelism.pipeline_parallel_schedule: ", kinds=(ValueError, TypeError, OSError)):
         return schedule_class(recipe.parallelism.pipeline_parallel_schedule)
-
-
-def micro_batches_of_a_run(recipe):
-    """Number of micro-batches of one run of the schedule; without a pipeline 1.
-
-    Raises:
-        ValueError: the batch of one run isn't a multiple of a micro-batch.
-    """
-    batch, size = recipe.training.local_batch_size, recipe.parallelism.pipeline_parallel_microbatch_size
-    if recipe.parallelism.pipeline_parallel == 1:
-        return 1
-    if batch % size:
-        raise ValueError(
-            f"training.local_batch_size: {batch} can't be cut into micro-batches of "
-            f"parallelism.pipeline_parallel_microbatch_size {size}: try {max(size, batch // size * size)}"
-        )
-    return batch // size
 
 
 def layers_of_stages(recipe):

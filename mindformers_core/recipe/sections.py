@@ -7,6 +7,9 @@ Face's `config.json`.
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
+from mindformers_core.batches import BatchPlan
+from mindformers_core.hints import nearest
+from mindformers_core.layout import layout
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.models.configuration import MOST_LAYERS, LlamaConfig
 from mindformers_core.models.spec import DEFAULT_MODEL, model_spec
@@ -14,8 +17,10 @@ from mindformers_core.optimizers.settings import AdamWSettings
 from mindformers_core.ranges import bounded
 from mindformers_core.recipe.learning_rate import MOST_STEPS, LrScheduler
 from mindformers_core.recompute.settings import RecomputeSettings, SwapSettings
+from mindformers_core.scopes import errors_at
 
 MESH_AXES = ("pp", "dp", "cp", "tp")
+_STRATEGIES = {"full_batch": [], "data_parallel": ["dp"]}  # layouts of an array
 _RANKS, _MANY = 2**17, MOST_STEPS  # the most on an axis, and altogether; the most steps, or sequences of a step
 
 
@@ -25,9 +30,9 @@ class Training:
 
     steps: int = bounded(1000, 1, _MANY)
     local_batch_size: int = bounded(1, 1, 10**6)  # sequences of one forward pass (or pipeline run) of one dp rank
-    # either of these two is enough, see `accumulation_steps`; default: one micro-batch
+    # either of these two is enough, see `batch_plan`; default: one run
     global_batch_size: int | None = bounded(None, 1, _MANY)  # sequences of one step, of all dp ranks together
-    gradient_accumulation_steps: int | None = bounded(None, 1, 10**6)  # micro-batches of one step on a dp rank
+    gradient_accumulation_steps: int | None = bounded(None, 1, 10**6)  # forward passes (or pipeline runs) of one step
     max_norm: float = bounded(1.0, 0.0, 1e12)  # largest global norm of the gradients; 0: no clipping
     seed: int = bounded(42, 0, 2**32 - 1)
     output_dir: str = ""  # run folder; default output/<name of the recipe's file>
@@ -71,9 +76,23 @@ class TrainDataset:
     data_path: tuple[str, ...] = ()  # files, or folders with text; default: the sources of Python's standard library
     seq_length: int = bounded(1024, 1, 2**24)
     max_bytes: int = bounded(16_000_000, 1, 2**50)  # further text is ignored
+    seed: int | None = bounded(None, 0, 2**32 - 1)  # of the order of sequences; default: training.seed
     cache_dir: str = "~/.cache/mindformers_core"  # folder for the concatenated bytes of text files
     factory: str = ""  # package.module:function that opens a user's dataset, see docs/models.md
     options: dict = field(default_factory=dict, hash=False)  # further settings for that function
+    # what a rank reads of a batch: full_batch: all, data_parallel: rows by dp, or a list with a layout for each array,
+    # as [[dp, null, tp], [dp]]; default: what the model's shard() declares
+    dataset_strategy: str | list | None = field(default=None, hash=False)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Loss and perplexity of held-out samples, those of one card on any mesh, see metrics.md."""
+
+    interval: int = bounded(0, 0, _MANY)  # steps between evaluations, of which the last step has one, too; 0: none
+    samples: int = bounded(64, 1, _MANY)  # of an evaluation: the first ones of the dataset
+    dataset: dict = field(default_factory=dict, hash=False)  # keys of train_dataset with other values than there
+    metrics: tuple[str, ...] = ()  # package.module:Class of a `Metric`
 
 
 @dataclass(frozen=True)
@@ -141,6 +160,7 @@ class Recipe:
     optimizer: AdamWSettings = AdamWSettings()  # or the settings of another optimizer, which its key type selects
     lr_scheduler: LrScheduler = LrScheduler()  # as well
     train_dataset: TrainDataset = TrainDataset()
+    evaluation: Evaluation = Evaluation()
     precision: Precision = Precision()
     checkpoint: Checkpoint = Checkpoint()
     monitor: Monitor = Monitor()
@@ -153,6 +173,11 @@ class Recipe:
     def spec(self):
         """The `ModelSpec` of the model."""
         return model_spec(self.model_name)
+
+    @property
+    def data_seed(self):
+        """The seed of the order of data."""
+        return self.training.seed if self.train_dataset.seed is None else self.train_dataset.seed
 
 
 def mesh_shape(recipe, world_size=None):
@@ -191,34 +216,68 @@ def recipe_mesh(recipe, world_size=None):
     return DeviceMesh(mesh_shape(recipe, world_size), MESH_AXES)
 
 
-def accumulation_steps(recipe, dp_size):
-    """Number of micro-batches of a dp rank in one step; in a pipeline, of runs of its schedule.
+def batch_plan(recipe, dp_size):
+    """The `BatchPlan` of a step for so many dp ranks.
 
-    Either `training.gradient_accumulation_steps`, or the number that follows from `training.global_batch_size`, or 1.
-
-    Args:
-        recipe: the `Recipe`.
-        dp_size: number of all dp ranks.
+    The samples of a step are `training.global_batch_size`, or those of `training.gradient_accumulation_steps` runs, by
+    default of one.
 
     Raises:
-        ValueError: the two keys contradict each other, or the global batch isn't a multiple of a micro-batch.
+        ValueError: the two keys contradict each other; a run isn't a multiple of a micro-batch; or the global batch
+            isn't a multiple of the runs, of a model whose `ModelSpec` has no `ignored`.
     """
-    training, local = recipe.training, recipe.training.local_batch_size
-    size, given = training.global_batch_size, training.gradient_accumulation_steps
-    if size is None:
-        return given or 1
-    steps, rest = divmod(size, local * dp_size)
+    training, local, count = recipe.training, recipe.training.local_batch_size, micro_batches_of_a_run(recipe)
+    given, many = training.gradient_accumulation_steps, local * dp_size
+    size = training.global_batch_size or many * (given or 1)
+    plan = BatchPlan(size, dp_size, local // count, count)
     ranks = f"training.local_batch_size {local} x {dp_size} data-parallel ranks"
-    if given is not None and (steps != given or rest):
-        whole = local * dp_size * given
-        fitting = "" if rest else f" or gradient_accumulation_steps={steps}"
+    if given not in (None, plan.runs):
         raise ValueError(
             f"training.global_batch_size: {size} is not {ranks} x training.gradient_accumulation_steps {given} = "
-            f"{whole}: try global_batch_size={whole}{fitting}, or give only one of the two"
+            f"{many * given}: try global_batch_size={many * given} or gradient_accumulation_steps={plan.runs}, or give "
+            "only one of the two"
         )
-    if rest:
+    if plan.empty and not recipe.spec.ignored:
         raise ValueError(
-            f"training.global_batch_size: {size} is no multiple of {ranks} = {local * dp_size}: try "
-            f"{max(local * dp_size, size - rest)}"
+            f"training.global_batch_size: {size} is no multiple of {ranks} = {many}, as {recipe.model_name} needs, "
+            f"whose ModelSpec doesn't say what is ignored in empty rows: try {max(many, size // many * many)}"
         )
-    return steps
+    return plan
+
+
+def micro_batches_of_a_run(recipe):
+    """Number of micro-batches of one run of the schedule; without a pipeline 1.
+
+    Raises:
+        ValueError: the batch of one run isn't a multiple of a micro-batch.
+    """
+    batch, size = recipe.training.local_batch_size, recipe.parallelism.pipeline_parallel_microbatch_size
+    if recipe.parallelism.pipeline_parallel == 1:
+        return 1
+    if batch % size:
+        raise ValueError(
+            f"training.local_batch_size: {batch} can't be cut into micro-batches of "
+            f"parallelism.pipeline_parallel_microbatch_size {size}: try {max(size, batch // size * size)}"
+        )
+    return batch // size
+
+
+def dataset_layouts(section, names):
+    """Name of an array of the dataset -> the layout that `train_dataset.dataset_strategy` gives it; {} without one.
+
+    Raises:
+        ValueError, TypeError: another strategy, or more layouts than names.
+    """
+    given = section.dataset_strategy or []
+    if isinstance(given, str):
+        if given not in _STRATEGIES:
+            raise ValueError(
+                f"train_dataset.dataset_strategy: {given!r} is not one of {', '.join(_STRATEGIES)}"
+                f"{nearest(given, _STRATEGIES)}, or a list with a layout for each array"
+            )
+        given = [_STRATEGIES[given]] * len(names)
+    if len(given) > len(names):
+        raise ValueError(f"train_dataset.dataset_strategy: {given} has more layouts than the model inputs {names}")
+    with errors_at("train_dataset.dataset_strategy: "):
+        listed = [[entries] if isinstance(entries, str) else entries or () for entries in given]
+        return {name: layout(*entries) for name, entries in zip(names, listed)}

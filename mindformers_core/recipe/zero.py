@@ -1,6 +1,6 @@
 """A recipe's sharding over data-parallel ranks (ZeRO, Rajbhandari et al. 2020). No MindSpore is called here."""
 
-from mindformers_core.recipe.sections import accumulation_steps
+from mindformers_core.recipe.sections import batch_plan
 from mindformers_core.zero.precision import MixedPrecision
 
 
@@ -24,7 +24,7 @@ def zero_settings(recipe, mesh):
         "shard_size": dp_size // sizes.data_parallel_replicate if sizes.zero_level else 1,
         "threshold": sizes.zero_threshold_kb,
         "optimizer_level": f"level{max(1, sizes.zero_level)}",
-        "accumulate_grad_step": accumulation_steps(recipe, dp_size),
+        "accumulate_grad_step": batch_plan(recipe, dp_size).runs,
         "comm_fusion": sizes.comm_fusion,
         "reshard_after_forward": reshard,
         "gradient_accumulation_shard": sizes.gradient_accumulation_shard,

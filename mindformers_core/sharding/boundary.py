@@ -28,7 +28,7 @@ class Boundary:
             or reduced to be replicated on such an axis arrives *varying*: computation with sharded weights differs
             along the axis, and so the gradient is reduced (or reduce-scattered) once, where it leaves the Cell.
         is_root: whether this is the Cell that `shard()` was called with.
-        takes_parts: whether plain tensors are this rank's parts of the declared layout; else they are global.
+        arriving: name of an argument -> the layout of which plain tensors are this rank's parts; others are global.
     """
 
     def __init__(self, tree, path):
@@ -41,7 +41,10 @@ class Boundary:
         dims = [dim for parameter in cell.get_parameters() for dim in parameter.layout.dims]
         self.weight_axes = frozenset(axis for dim in dims for axis in dim)
         self.is_root = path == ""
-        self.takes_parts = self.is_root and not tree.takes_full_batch
+        given = tree.arriving if self.is_root else {}
+        self.arriving = self.inputs | given if self.is_root and isinstance(given, dict) else {}
+        if unknown := {*given} - {*self.arguments} if isinstance(given, dict) else ():
+            raise ValueError(f"{self.label} has no input '{min(unknown)}': construct takes {', '.join(self.arguments)}")
         self._targets = {}
 
     def enter(self, args, kwargs):
@@ -70,8 +73,8 @@ class Boundary:
 
     def arriving_layout(self, name, ndim):
         """The layout of a plain tensor of `ndim` dims that arrives as input `name`."""
-        if self.takes_parts and name in self.inputs:
-            return bind_layout(self.inputs[name], self.mesh, ndim, name=f"input '{name}' of {self.label}")
+        if name in self.arriving:
+            return bind_layout(self.arriving[name], self.mesh, ndim, name=f"input '{name}' of {self.label}")
         return Layout.on(self.mesh, ((),) * ndim)
 
     def _enter(self, name, value):
@@ -165,8 +168,9 @@ def undeclared_inputs(arriving, boundary):
     """The first sharded input and the first undeclared one, as text: together a frequent reason for shape errors."""
     shapes = [(name, describe(leaf)[0], layout) for name, leaf, layout in arriving]
     sharded = [(name, shape, layout) for name, shape, layout in shapes if any(layout.dims)]
-    declared = boundary.inputs if boundary.takes_parts else ()
-    undeclared = [(name, shape) for name, shape, at in shapes if name not in declared and shape and at.is_replicated]
+    undeclared = [
+        (name, shape) for name, shape, at in shapes if name not in boundary.arriving and shape and at.is_replicated
+    ]
     if not sharded or not undeclared:
         return ""
     (name, local, layout), (other, shape) = sharded[0], undeclared[0]

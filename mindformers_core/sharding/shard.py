@@ -1,6 +1,7 @@
 """`shard()`: a single-card Cell tree becomes parallel, in place, from the layouts declared for a few of its tensors."""
 
 from collections import Counter
+from dataclasses import dataclass
 
 from mindspore import DeviceCtx, Parameter, ParameterTuple, mint, nn
 
@@ -27,6 +28,19 @@ MODES = ("generated", "eager")
 FULL_BATCH = "full_batch"
 
 
+@dataclass(frozen=True)
+class ShardConfig:
+    """What the hooks of our models and layers ask for. Hooks of others may want more: any object will do as well.
+
+    Attributes:
+        batch_axes: mesh axes that cut the samples of a batch, a name or a tuple. Default: as the arguments arrive.
+        sequence_parallel: whether norms compute with the sequence dim cut over axis tp. Default: no.
+    """
+
+    batch_axes: str | tuple | None = None
+    sequence_parallel: bool = False
+
+
 def shard(
     cell, mesh, config=None, plan=None, seed=0, mode="generated", inputs=None, check_inputs=True, device_model=None
 ):
@@ -51,7 +65,7 @@ def shard(
         cell: the Cell, built the ordinary way, or under `ms.DeviceCtx("meta")`: then only this rank's shards are
             allocated.
         mesh: a `DeviceMesh`.
-        config: passed to the hooks.
+        config: passed to the hooks, such as `ShardConfig(batch_axes="dp")`, or a recipe's section `parallelism`.
         plan: `{"layers.*.mlp.fc1": {"input": …, "output": …, "weight": …}}`, layouts by path pattern (`*` is one
             segment, `**` any number), for Cells whose source can't be edited; `"eager": True` marks a Cell. It has
             precedence over hooks; beside it a method `shard` with other parameters than `(self, config)` is none. A
@@ -60,7 +74,8 @@ def shard(
         mode: `"generated"`, or `"eager"`: operators are dispatched one by one, in PyNative only.
         inputs: arguments of one call, as a tuple, with global tensors or `TensorMeta`s (only shapes and dtypes are
             used): undeclared parameters are stored in the layouts that their operators take. Or `"full_batch"`: plain
-            tensors passed to `cell` are global, the same on all ranks, and each rank slices its shard.
+            tensors passed to `cell` are global, the same on all ranks, and each rank slices its shard. Or a dict, name
+            of an argument -> the layout in which plain tensors come, to be redistributed to the declared one.
         check_inputs: whether ranks compare the shapes of inputs before the first computation with new shapes, and warn
             where ranks that should have different shards of the batch have equal ones, or the other way round; and
             `check_replicas` before the first call.
@@ -73,15 +88,15 @@ def shard(
             of a call: ranks have parts of different shapes, or other initial weights.
     """
     device_model = _check_arguments(cell, mesh, mode, inputs, device_model)
-    takes_full_batch = isinstance(inputs, str)
+    arriving = inputs if isinstance(inputs, (str, dict)) else {}
     declarations = collect_declarations(cell, config, plan)
     layouts = _declared_layouts(cell, mesh, declarations)
     whole = {path: Layout.on(mesh, ((),) * p.ndim) for path, p in cell.parameters_and_names() if path not in layouts}
-    if inputs is not None and not takes_full_batch:
+    if inputs is not None and inputs is not arriving:
         layouts = _derived_layouts(cell, mesh, declarations, layouts | whole, frozenset(whole), inputs, device_model)
     _place_parameters(cell, whole | layouts, seed)
     intercept_operators()
-    tree = ShardedTree(cell, mesh, declarations, takes_full_batch, check_inputs, device_model)
+    tree = ShardedTree(cell, mesh, declarations, arriving, check_inputs, device_model)
     for path in tree.cells if mode == "eager" else eager_cells(cell, plan):
         _check_eager(tree.label(path), declarations.get(path))
         tree.mark_eager(path)

@@ -56,12 +56,13 @@ class ShardedTree:
         compiling: None for programs of PyNative; () for programs that are compiled as a whole; for programs that are
             compiled part by part the paths of the recomputed Cells, and those of the units.
         compiled_cells: the `CompiledCells` that call the compiled parts of a running program, or None.
-        takes_full_batch: whether plain tensors that the root is called with are global, not this rank's parts.
+        arriving: name of an argument of the root -> the layout in which plain tensors come, where it isn't the declared
+            one; or `"full_batch"`: they are global, not this rank's parts.
         check_inputs: whether ranks compare the root's inputs before its first call with a signature.
     """
 
-    def __init__(self, root, mesh, declarations, takes_full_batch, check_inputs, device_model):
-        self.mesh, self.declarations, self.takes_full_batch = mesh, declarations, takes_full_batch
+    def __init__(self, root, mesh, declarations, arriving, check_inputs, device_model):
+        self.mesh, self.declarations, self.arriving = mesh, declarations, arriving
         self.device_model = device_model
         self.check_inputs = check_inputs and mesh.size > 1 and world().backend != "fake"
         self.programs, self.function_names, self.eager = OrderedDict(), set(), set()

@@ -13,7 +13,7 @@ _EXPORTS = {
     ".dtensor.dtensor": "DTensor distribute_tensor",
     ".dtensor.interception": "custom_operator",
     ".sharding.inspecting": "explain prepare programs",
-    ".sharding.shard": "full_parameters shard",
+    ".sharding.shard": "ShardConfig full_parameters shard",
     ".sharding.compiling": "jit",
     ".sharding.local_map": "local_map",
     ".sharding.initialize": "materialize",

@@ -5,8 +5,10 @@ import fnmatch
 import mindspore as ms
 
 from mindformers_core.hints import any_layer, first_of, nearest
+from mindformers_core.program.structure import call_signature
 from mindformers_core.recipe.checks import recipe_device_model
-from mindformers_core.recipe.pipeline import layers_of_rank, micro_batches_of_a_run
+from mindformers_core.recipe.pipeline import layers_of_rank
+from mindformers_core.recipe.sections import batch_plan, dataset_layouts
 from mindformers_core.recipe.zero import zero_settings
 from mindformers_core.recompute import recompute, swap
 from mindformers_core.tensor_parallel import shard
@@ -30,7 +32,7 @@ def build_cells(recipe, mesh, rank):
         for path, parameter in net.parameters_and_names():
             if recipe.optimizer.placed(path, len(parameter.shape)).frozen:
                 parameter.requires_grad = False  # before shard() and hsdp(), which ask for it
-        shard(net, mesh, recipe.parallelism, **shard_settings(recipe))
+        shard(net, mesh, recipe.parallelism, inputs=_arriving(recipe, net, stage), **shard_settings(recipe))
         cells[stage] = swap(recompute(net, recipe.recompute, is_part=is_part), recipe.swap, is_part=is_part)
     for net in cells.values():
         hsdp(net, **zero)
@@ -64,6 +66,14 @@ def placed_of(recipe, cells):
     return {path: each for path, each in placed.items() if each.frozen or named[path].requires_grad}
 
 
+def _arriving(recipe, net, stage):
+    """Name of an argument of a stage -> the layout in which it is read, where the recipe gives one."""
+    arguments = [*call_signature(type(net).construct).parameters][1:]
+    names = recipe.spec.inputs or arguments
+    layouts = dataset_layouts(recipe.train_dataset, names)
+    return {name: given for name, given in layouts.items() if name in arguments and (stage == 0 or name != names[0])}
+
+
 def shard_settings(recipe):
     """The keywords of `shard()` that a recipe gives."""
     model = recipe_device_model(recipe)
@@ -72,10 +82,10 @@ def shard_settings(recipe):
 
 def loss_scale_of(recipe, mesh):
     """The `LossScale` of a recipe, or None."""
-    start, training = recipe.precision.loss_scale, recipe.training
+    start = recipe.precision.loss_scale
     if start is None and recipe.precision.compute == "float16":
-        labels = training.local_batch_size * mesh.axis_size("dp") * recipe.train_dataset.seq_length
-        labels = labels // micro_batches_of_a_run(recipe) if recipe.spec.loss == "sum" else 1
+        labels = batch_plan(recipe, mesh.axis_size("dp")).rows * recipe.train_dataset.seq_length
+        labels = labels if recipe.spec.loss == "sum" else 1
         start = max(1.0, 2.0 ** (17 - labels.bit_length()))
     return None if start is None else LossScale(ms.amp.DynamicLossScaler(start, 2, 2000), mesh)
 

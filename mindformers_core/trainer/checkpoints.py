@@ -54,8 +54,12 @@ def resume(job, checkpoint):
     recipe, job.loaded_config = job.recipe, checkpoint.config
     state = None if recipe.checkpoint.no_load_optim else checkpoint.state
     if state:
-        length, saved = recipe.train_dataset.seq_length, state["recipe"]["train_dataset"]["seq_length"]
-        for key, own, other in ("training.seed", recipe.training.seed, state["seed"]), (_LENGTH, length, saved):
+        saved, seed = state["recipe"]["train_dataset"], state["seed"]
+        for key, own, other in (
+            ("training.seed", recipe.training.seed, seed),
+            ("train_dataset.seed", recipe.data_seed, seed if saved.get("seed") is None else saved["seed"]),
+            (_LENGTH, recipe.train_dataset.seq_length, saved["seq_length"]),
+        ):
             if own != other:
                 raise ValueError(
                     f"{key}: {own}, but the run of {checkpoint.folder} has {other}, and its data and draws go on: take "

@@ -1,23 +1,25 @@
 """The forward and backward passes of a step over a rank's Cells: one after the other, or by a pipeline's schedule."""
 
-from mindformers_core.data.datasets import micro_batch
+from mindformers_core.data.reading import micro_batch
 from mindformers_core.operators.signature import tensor_meta
 from mindformers_core.passes.stage_function import own_class
 from mindformers_core.pipeline import PipelineScheduleMulti, PipelineStage
-from mindformers_core.recipe.pipeline import micro_batches_of_a_run, recipe_schedule
+from mindformers_core.recipe.pipeline import recipe_schedule
+from mindformers_core.recipe.sections import batch_plan
 from mindformers_core.sharding.inspecting import programs
 from mindformers_core.sharding.parameter_storage import computing_dtype
 from mindformers_core.zero import value_and_grad
 
 
 def model_passes(recipe, mesh, cells, loss_scale):
-    """`(parameters, run, clipping)` without a pipeline.
+    """`(parameters, run, clipping, forward)` without a pipeline.
 
     `run(arrays)` returns the results of all runs, tuples that begin with the loss, and the reduced gradients of the
-    parameters; `clipping` are keyword arguments of `ClipByGlobalNorm`.
+    parameters; `clipping` are keyword arguments of `ClipByGlobalNorm`. `forward(batches)` returns the results of the
+    arrays of micro-batches, a list of at most as many as a run has, without gradients.
     """
     gradient_of = value_and_grad(cells[0], recipe.context.mode == 0, loss_scale, recipe.spec.loss)
-    gradient_of.prepare(*_computed(micro_batch(recipe)))
+    gradient_of.prepare(*_computed(micro_batch(recipe, cells[0])))
     for program in programs(cells[0])[-1:]:  # none in an eager Cell
         if isinstance(program.graph.result, dict) or program.results[0].shape:
             code, result = own_class(cells[0]).construct.__code__, program.graph.result
@@ -35,7 +37,11 @@ def model_passes(recipe, mesh, cells, loss_scale):
             losses.append(results if isinstance(results, tuple) else (results,))
         return losses, gradients
 
-    return cells[0].trainable_params(), run, {}
+    def forward(batches):
+        results = cells[0](*batches[0])
+        return tuple(each.to_local() for each in (results if isinstance(results, tuple) else (results,)))
+
+    return cells[0].trainable_params(), run, {}, forward
 
 
 def pipeline_passes(recipe, mesh, cells, loss_scale):
@@ -49,8 +55,9 @@ def pipeline_passes(recipe, mesh, cells, loss_scale):
         for index, net in cells.items()
     ]
     several = issubclass(kind, PipelineScheduleMulti)
-    schedule = kind(stages if several else stages[0], micro_batches_of_a_run(recipe), share_outputs=True)
-    inputs = {index: _computed(micro_batch(recipe, index)) for index in cells}
+    plan = batch_plan(recipe, mesh.axis_size("dp"))
+    schedule = kind(stages if several else stages[0], plan.micro_batches, share_outputs=True)
+    inputs = {index: _computed(micro_batch(recipe, net, index)) for index, net in cells.items()}
     given = {index: ((first,), dict(zip(names, others, strict=True))) for index, (first, *others) in inputs.items()}
     schedule.meet().make_programs(schedule.table, given)
 
@@ -62,8 +69,14 @@ def pipeline_passes(recipe, mesh, cells, loss_scale):
         gradients = gradients if loss_scale is None else loss_scale.unscale(gradients)
         return [each if isinstance(each, tuple) else (each,) for each in losses], gradients
 
+    def forward(batches):
+        batches = [((first,), dict(zip(names, others, strict=True))) for first, *others in batches]
+        results = schedule.run_microbatches(batches, training=False)
+        return results if isinstance(results, tuple) else (results,)
+
     counted = _once_each(stages, "counted")
-    return _once_each(stages, "parameters"), run, {"mesh": mesh, "over": ("pp",), "counted": counted}
+    clipping = {"mesh": mesh, "over": ("pp",), "counted": counted}
+    return _once_each(stages, "parameters"), run, clipping, forward
 
 
 def _computed(metas):

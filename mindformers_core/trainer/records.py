@@ -6,6 +6,7 @@ import math
 import os
 import sys
 import time
+from collections.abc import MutableMapping
 
 from mindformers_core.explaining import pictures
 from mindformers_core.files import lock_folder, write_whole
@@ -15,6 +16,82 @@ from mindformers_core.scopes import errors_at
 from mindformers_core.sharding.inspecting import explain_activations
 
 _BAR_WIDTH = 24
+_PATIENCE = 1.0  # seconds after which a row is due
+
+
+class Row(MutableMapping):
+    """The numbers of a step by name: docs/metrics.md. A tensor is read from the device when its number is asked for."""
+
+    def __init__(self, **numbers):
+        self._numbers = numbers
+
+    def __getitem__(self, name):
+        if hasattr(value := self._numbers[name], "asnumpy"):
+            value = self._numbers[name] = float(value.asnumpy())
+        return value
+
+    def __setitem__(self, name, value):
+        self._numbers[name] = value
+
+    def __delitem__(self, name):
+        del self._numbers[name]
+
+    def __iter__(self):
+        return iter(self._numbers)
+
+    def __len__(self):
+        return len(self._numbers)
+
+    def __repr__(self):
+        return f"Row({dict(self)})"
+
+
+class Recorder:
+    """Rows of a loop: `writers` get them when one is due, every `interval` steps or a second after the last time.
+
+    Until then nothing reads their tensors. Without writers nothing is kept but the first row and the last one.
+
+    Attributes:
+        count: number of rows.
+    """
+
+    def __init__(self, writers, interval):
+        self._writers, self._interval, self.count = writers, interval, 0
+        self._waiting, self._first, self._last = [], None, None
+        self._started = self._written = time.perf_counter()
+
+    def add(self, row, is_due=False):
+        """Record a row, at once if it `is_due`."""
+        self.count, self._first, self._last = self.count + 1, self._first or row, row
+        self._waiting += [row] if self._writers else []
+        if is_due or row["step"] % self._interval == 0 or time.perf_counter() > self._written + _PATIENCE:
+            self.flush()
+
+    def flush(self):
+        """Give the writers all rows that they haven't had."""
+        while self._waiting:
+            row = self._waiting.pop(0)
+            for write in self._writers:
+                write(row)
+        self._written = time.perf_counter()
+
+    def summary(self, trainer):
+        """The line about all rows, None without any; rank 0 writes it to summary.txt, and draws the losses."""
+        if not self.count:
+            return None
+        recipe, seconds = trainer.recipe, time.perf_counter() - self._started
+        tokens = self.count * trainer.plan.samples * recipe.train_dataset.seq_length
+        folder = recipe.training.output_dir
+        text = (
+            f"{self.count} steps on ranks {trainer.mesh} in {seconds:.1f} s, {tokens / seconds:,.0f} tokens/s; "
+            f"loss {self._first['loss']:.4f} -> {self._last['loss']:.4f}; run folder {folder}"
+        )
+        if trainer.rank == 0:
+            with record_errors(folder):
+                write_whole(os.path.join(folder, "summary.txt"), text + "\n")
+                if recipe.monitor.plot:
+                    draw_losses(folder)
+        return text
 
 
 def record_errors(folder):

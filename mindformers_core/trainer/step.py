@@ -28,18 +28,19 @@ def step_parts(recipe, mesh, cells, loss_scale=None):
         loss_scale: a `LossScale`. Default: none.
 
     Returns:
-        `(run, clip, optimizer)`: a function of the local inputs of the model, a sequence of tensors of shape (runs,
-        samples of one, …), that returns the results of all runs and the reduced gradients of the parameters, None where
-        the loss scale finds one that isn't finite; the
-        `ClipByGlobalNorm`, and the `GroupedOptimizer` of the trainable parameters.
+        `(run, clip, optimizer, forward)`: a function of the local inputs of the model, a sequence of tensors of shape
+        (runs, samples of one, …), that returns the results of all runs and the reduced gradients of the parameters,
+        None where the loss scale finds one that isn't finite; the `ClipByGlobalNorm`; the `GroupedOptimizer` of the
+        trainable parameters; and `forward` of `model_passes`.
 
     Raises:
         ValueError: on all ranks of the pipeline: stages that contradict each other, or a stage without a program.
     """
     functions = model_passes if recipe.parallelism.pipeline_parallel == 1 else pipeline_passes
-    parameters, run, clipping = functions(recipe, mesh, cells, loss_scale)
+    parameters, run, clipping, forward = functions(recipe, mesh, cells, loss_scale)
     optimizer = GroupedOptimizer(parameters, recipe.optimizer)
-    return run, ClipByGlobalNorm(optimizer.parameters, recipe.training.max_norm, **clipping), optimizer
+    clip = ClipByGlobalNorm(optimizer.parameters, recipe.training.max_norm, **clipping)
+    return run, clip, optimizer, forward
 
 
 def step_function(recipe, mesh, cells, loss_scale=None):
@@ -49,15 +50,16 @@ def step_function(recipe, mesh, cells, loss_scale=None):
     sequence of runs and the collectives of gradients are run by Python.
 
     Returns:
-        `(optimizer, step)`: the `GroupedOptimizer` of the trainable parameters of this rank, and a function that
-        updates them. Its arguments are the local inputs of the model, as of `step_parts`, the optimizer's `scalars`,
-        and a function to call before the update.
-        Results are the mean loss and the gradients' norm before clipping, floats that are equal on all ranks, None, and
-        the norms of `monitor.gradient_norms`. Where loss or norm isn't finite, no rank updates anything, and in place
-        of None are the paths of this rank's parameters whose gradients aren't, in the order of the backward pass. Where
-        the loss scale skips the step, the norm is infinite, with None.
+        `(optimizer, step, forward)`: the `GroupedOptimizer` of the trainable parameters of this rank, a function that
+        updates them, and `forward` of `model_passes`. The function's arguments are the local inputs of the model, as of
+        `step_parts`, the optimizer's `scalars`, and a function to call before the update.
+        Results are the mean loss, a tensor, which nobody has read, the gradients' norm before clipping, a float, both
+        equal on all ranks, None, and the norms of `monitor.gradient_norms`, tensors.
+        Where one of the first two isn't finite, no rank updates anything, and in place of None are the paths of this
+        rank's parameters whose gradients aren't, in the order of the backward pass. Where the loss scale skips the
+        step, the norm is infinite, with None.
     """
-    run, clip, optimizer = step_parts(recipe, mesh, cells, loss_scale)
+    run, clip, optimizer, forward = step_parts(recipe, mesh, cells, loss_scale)
 
     watched = [clip.of_names((pattern,)) for pattern in recipe.monitor.gradient_norms]
 
@@ -78,24 +80,26 @@ def step_function(recipe, mesh, cells, loss_scale=None):
         results, gradients = run(arrays)
         loss = mean_loss(results, recipe.spec.loss)
         if gradients is None:
-            return float(loss.asnumpy()), math.inf, None, []
+            return loss, math.inf, None, ()
         norm, *norms = norm_of(*gradients)
         _hold(optimizer, {"reduced gradient": gradients})
-        numbers, norms = (float(loss.asnumpy()), float(norm.asnumpy())), [float(each.asnumpy()) for each in norms]
-        if not all(map(math.isfinite, numbers)):
+        # the one number that a step reads: with a loss that isn't finite it isn't either
+        number = float((norm + loss * 0).asnumpy())
+        if not math.isfinite(number):
             pairs = zip(reversed(optimizer.parameters), reversed(gradients))
-            return *numbers, [parameter.name for parameter, each in pairs if not all_finite(None, (each,))], norms
+            names = [parameter.name for parameter, each in pairs if not all_finite(None, (each,))]
+            return loss, float(norm.asnumpy()), names, norms
         before_update()
         update(norm, *scalars, *gradients)
         named = {"rate" if place == 0 else f"scalar {place}": each for place, each in enumerate(scalars)}
-        for what, number in {"loss": loss, "gradient norm": norm, **named}.items():
-            process_state().observer.held(what, number)
+        for what, scalar in {"loss": loss, "gradient norm": norm, **named}.items():
+            process_state().observer.held(what, scalar)
         for what, state, parameter in states:
             process_state().observer.held(what, state, parameter)
         _hold(optimizer, {"parameter": optimizer.parameters})
-        return *numbers, None, norms
+        return loss, number, None, norms
 
-    return optimizer, step
+    return optimizer, step, forward
 
 
 def mean_loss(results, form):

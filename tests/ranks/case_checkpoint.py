@@ -1,5 +1,6 @@
 """Checkpoints of ranks: saved on a mesh, resumed on others and by each rank alone; the failure of one rank."""
 
+import json
 import os
 import shutil
 import tempfile
@@ -17,7 +18,7 @@ from mindformers_core.communication import world
 from mindformers_core.communication.messages import gather_values
 from mindformers_core.recipe.loader import load_recipe
 from mindformers_core.trainer.checkpoints import resume, save_job
-from mindformers_core.trainer.training_loop import prepare, run_steps, train_step
+from mindformers_core.trainer.trainer import Trainer
 
 FOLDER = os.path.join(tempfile.gettempdir(), "mindformers_core_case_checkpoint_")
 DP_AND_TP, PP_AND_TP, PP = (1, 2, 1, 2), (2, 1, 1, 2), (4, 1, 1, 1)
@@ -41,9 +42,9 @@ def case_saved_on_one_mesh_and_resumed_on_others():
     folder = folder_of("meshes")
     options = (*MODEL, f"training.output_dir={folder}")
     job = job_on(DP_AND_TP, None, *options, *ZERO)
-    train_step(job)
+    job.train_step()
     saved = open_checkpoint(save_job(job))
-    expected = numbers(train_step(job))
+    expected = numbers(job.train_step())
     targets = (
         (DP_AND_TP, None, ZERO),
         (PP_AND_TP, None, (*pipeline("zb_v", 2), "training.local_batch_size=4")),
@@ -52,7 +53,7 @@ def case_saved_on_one_mesh_and_resumed_on_others():
     for shape, ranks, overrides in targets:
         resumed = job_on(shape, ranks, *options, *overrides)
         resume(resumed, saved)
-        found = numbers(train_step(resumed))
+        found = numbers(resumed.train_step())
         if overrides == ZERO:
             assert found == expected
         np.testing.assert_allclose(found[:2], expected[:2], rtol=1e-6, err_msg=str(overrides))
@@ -68,20 +69,25 @@ def case_resumed_run_with_few_checkpoints():
     folder = folder_of("runs")
     places = (f"train_dataset.data_path={CONFIGS}", f"train_dataset.cache_dir={folder}/cache")
     saving = ("checkpoint.enable_save=true", "checkpoint.save_interleaved_steps=1", "checkpoint.keep_last=2")
+    evaluating = ("evaluation.interval=4", "evaluation.samples=7", "evaluation.dataset={max_bytes: 1000}")
 
     def run(name, *overrides):
         overrides = [*SMALL, *places, f"training.output_dir={folder}/{name}", *overrides]
-        job = prepare(load_recipe(str(CONFIGS / "llama_tiny_cpu.yaml"), overrides))
-        run_steps(job)
+        job = Trainer(load_recipe(str(CONFIGS / "llama_tiny_cpu.yaml"), overrides))
+        job.run()
         gather_values(job.mesh, None)
         losses = read_losses(f"{folder}/{name}")
+        rows = map(json.loads, Path(f"{folder}/{name}/metrics.jsonl").read_text().splitlines())
+        evaluated.append([row["eval_loss"] for row in rows if "eval_loss" in row])
         gather_values(job.mesh, None)
         return losses
 
-    unbroken = run("unbroken", *saving, "checkpoint.keep_every=3", "checkpoint.async_save=true")
+    evaluated = []
+    unbroken = run("unbroken", *saving, *evaluating, "checkpoint.keep_every=3", "checkpoint.async_save=true")
     assert sorted(os.listdir(f"{folder}/unbroken/checkpoint")) == ["step_3", "step_4"]
     path = f"checkpoint.load_path={folder}/unbroken/checkpoint/step_3"
-    assert run("resumed", path) == {4: unbroken[4]}
+    assert run("resumed", path, *evaluating) == {4: unbroken[4]}
+    assert len(evaluated[0]) == 1 and evaluated[0] == evaluated[1]
     if world().rank == 0:
         check_checksums(open_checkpoint(f"{folder}/unbroken/checkpoint/step_4"))
         shutil.rmtree(folder)

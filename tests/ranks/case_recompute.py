@@ -19,11 +19,10 @@ from mindformers_core.layout import layout
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.models import LlamaConfig, LlamaForCausalLM
 from mindformers_core.pipeline import PipelineStage, Schedule1F1B, ScheduleZBH1
-from mindformers_core.recipe.loader import load_recipe
 from mindformers_core.recipe.sections import MESH_AXES
 from mindformers_core.recompute import recompute, swap
 from mindformers_core.tensor_parallel import explain, programs, shard
-from mindformers_core.trainer.training_loop import begin_job, train_step
+from mindformers_core.trainer.trainer import Trainer
 from mindformers_core.zero import hsdp, value_and_grad
 
 RECIPE = Path(__file__).parent.parent.parent / "configs" / "llama_tiny_pp.yaml"
@@ -257,14 +256,14 @@ def case_the_first_step_of_a_pipeline_finds_its_programs():
     job = make("parallelism.pipeline_parallel_schedule=zb_h1", "context.mode=0", "recompute.full=true")
     (cell,) = job.cells.values()
     (made,) = programs(cell)
-    train_step(job)
+    job.train_step()
     assert programs(cell) == [made]
 
 
 def recipe_jobs(tp, *more):
-    """A function of overrides of a recipe, besides these, that gives the `Job` on pp 2 x tp."""
+    """A function of overrides of a recipe, besides these, that gives the `Trainer` on pp 2 x tp."""
     mesh = init_device_mesh((2, 1, 1, tp), MESH_AXES)
     tokens = TokenDataset(np.random.default_rng(0).integers(0, 256, 5000), 16, seed=1)
     sizes = {"data_parallel_shard": 1, "tensor_parallel": tp, "sequence_parallel": str(tp > 1).lower()}
     small = [*(f"parallelism.{key}={size}" for key, size in sizes.items()), "train_dataset.seq_length=16", *more]
-    return lambda *overrides: begin_job(load_recipe(str(RECIPE), [*small, *overrides]), mesh, world().rank, tokens)
+    return lambda *overrides: Trainer(str(RECIPE), *small, *overrides, mesh=mesh, dataset=tokens)

@@ -12,7 +12,6 @@ from mindformers_core.checkpoint.tensors import fill_parameter, model_parts, opt
 from mindformers_core.communication import world
 from mindformers_core.communication.messages import gather_values
 from mindformers_core.mesh import init_device_mesh
-from mindformers_core.trainer.training_loop import train_step
 
 MODEL = ("model.num_hidden_layers=4", "model.tie_word_embeddings=true")
 ZERO = ("parallelism.zero_level=3", "parallelism.zero_threshold_kb=1")
@@ -48,7 +47,7 @@ def case_relayout_to_other_meshes():
     """From (dp 2, tp 2): every rank receives what it lacks, and the job goes on there as it would have here."""
     alike = (*MODEL, "model.num_key_value_heads=4")
     source = job_on((1, 2, 1, 2), None, *alike)
-    train_step(source)
+    source.train_step()
     jobs = {}
     for name, (shape, ranks, overrides) in TARGETS.items():
         outside = ranks is not None and world().rank not in ranks
@@ -65,10 +64,10 @@ def case_relayout_to_other_meshes():
         assert totals[0] == totals[1] and (totals[0] > 0) == (name != "stages as V"), name  # these are subsets
         assert global_checksums(*sides(source)) == global_checksums(*sides(job)), name
         jobs[name] = job
-    expected = train_step(source)
+    expected = source.train_step()
     for name in ("zero 3", "stages as V"):
         jobs[name].step, jobs[name].consumed = 1, 8
-        found = train_step(jobs[name])
+        found = jobs[name].train_step()
         for key in ("loss", "gradient_norm"):
             np.testing.assert_allclose(found[key], expected[key], rtol=1e-5, err_msg=f"{name} {key}")
 

@@ -1,10 +1,12 @@
 """Training on meshes, in every engine and compiled: the curve and the parameters of one rank; clipping, resuming."""
 
+import dataclasses
 from pathlib import Path
 
 import mindspore as ms
 import numpy as np
 import pytest
+import test_label_weights as label_weights
 from support.launch import on_ranks
 from truth import once
 
@@ -13,9 +15,10 @@ from mindformers_core.data.datasets import TokenDataset
 from mindformers_core.layout import Layout
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.recipe.loader import load_recipe
-from mindformers_core.recipe.sections import MESH_AXES, accumulation_steps
+from mindformers_core.recipe.sections import MESH_AXES, batch_plan
 from mindformers_core.tensor_parallel.clipping import ClipByGlobalNorm, clip_by_global_norm
-from mindformers_core.trainer.training_loop import begin_job, enter_world, train_step
+from mindformers_core.trainer.joining import enter_world
+from mindformers_core.trainer.trainer import Trainer
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
 SMALL = (
@@ -30,17 +33,17 @@ def job_on(shape, ranks, *overrides):
     recipe = load_recipe(str(CONFIGS / "llama_tiny_cpu.yaml"), [*SMALL, *overrides])
     tokens = np.random.default_rng(0).integers(0, 256, 5000)
     mesh = init_device_mesh(shape, MESH_AXES, ranks)
-    return begin_job(recipe, mesh, world().rank, TokenDataset(tokens, 16, seed=1))
+    return Trainer(recipe, mesh=mesh, dataset=TokenDataset(tokens, 16, seed=1))
 
 
 @once
 def training_alone(count, *overrides):
     """Steps in four micro-batches on this rank for itself: of each its row, and the parameters by name."""
     job = job_on((1, 1, 1, 1), [world().rank], *overrides)
-    assert accumulation_steps(job.recipe, 1) == 4
+    assert batch_plan(job.recipe, 1).runs == 4
     steps = []
     for _ in range(count):
-        row = train_step(job)
+        row = job.train_step()
         steps.append((row, {parameter.name: parameter.asnumpy().copy() for parameter in job.optimizer.parameters}))
     return steps
 
@@ -52,10 +55,10 @@ def compare_with_one_rank(*overrides, shape=(1, 2, 1, 2), alike=(), micro_batche
     forward passes or pipeline runs: by default as many sequences in each as on one rank. Returns the mesh's job.
     """
     shared = job_on(shape, None, *alike, *overrides)
-    assert accumulation_steps(shared.recipe, shape[1]) == (micro_batches or 4 // shape[1])
+    assert batch_plan(shared.recipe, shape[1]).runs == (micro_batches or 4 // shape[1])
     rows, parameters = zip(*training_alone(steps, *alike))
     for expected in rows:
-        row = train_step(shared)
+        row = shared.train_step()
         for key in ("loss", "gradient_norm", "learning_rate"):
             np.testing.assert_allclose(row[key], expected[key], rtol=1e-5, err_msg=f"{key} at step {row['step']}")
     every = parameters[-1]
@@ -102,11 +105,29 @@ DEEP = "model.num_hidden_layers=4", "model.tie_word_embeddings=true"
 
 @on_ranks(4)
 def case_pipelined_training_equals_one_rank():
-    """With data, tensor and sequence parallel; several runs a step, tied embeddings, also on one rank as two stages."""
-    overrides = [*pipeline("1f1b"), "parallelism.pipeline_parallel_layers_per_stage=[1,3]"]
-    compare_with_one_rank(*overrides, shape=(2, 2, 1, 1), alike=DEEP, steps=2)
+    """With tensor and sequence parallel; several runs a step, tied embeddings, on one rank as two stages."""
     overrides = [*pipeline("zb_v", 2), "parallelism.sequence_parallel=true"]
     compare_with_one_rank(*overrides, shape=(2, 1, 1, 2), alike=DEEP, steps=2)
+
+
+@on_ranks(4)
+def case_every_label_weighs_alike():
+    """Ten steps of uneven micro-batches on pp 2 x dp 2, of whose labels all to none count, clipped; also compiled."""
+    rank, cut = world().rank, label_weights.CUTS["pp 2 x dp 2, runs *"]
+    alone = Trainer(label_weights.recipe(16, {}), mesh=init_device_mesh((1, 1, 1, 1), MESH_AXES, [rank]))
+    expected = [alone.train_step() for _ in range(10)]
+    assert min(row["gradient_norm"] for row in expected) > alone.recipe.training.max_norm
+    whole = {parameter.name: parameter.asnumpy() for parameter in alone.optimizer.parameters}
+    for mode in (1, 0):
+        recipe = label_weights.recipe(*cut)
+        recipe = dataclasses.replace(recipe, context=dataclasses.replace(recipe.context, mode=mode))
+        job = Trainer(recipe, mesh=init_device_mesh((2, 2, 1, 1), MESH_AXES))
+        assert job.plan.empty == 8
+        for row, (loss, norm) in ((job.train_step(), (each["loss"], each["gradient_norm"])) for each in expected):
+            np.testing.assert_allclose((row["loss"], row["gradient_norm"]), (loss, norm), 1e-5, err_msg=str(mode))
+        for part in job.optimizer.parameters:
+            mine = part.layout.local_slices(part.global_shape, rank)
+            np.testing.assert_allclose(part.asnumpy(), whole[part.name][mine], atol=1e-5, err_msg=part.name)
 
 
 @on_ranks(nightly=(4,))

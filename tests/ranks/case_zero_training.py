@@ -5,7 +5,6 @@ from support.launch import on_ranks
 
 from mindformers_core.checkpoint.tensors import states_of
 from mindformers_core.communication import count_collectives
-from mindformers_core.trainer.training_loop import train_step
 
 DP_AND_TP, DP, PP_AND_DP = (1, 2, 1, 2), (1, 4, 1, 1), (2, 2, 1, 1)
 
@@ -35,7 +34,7 @@ def case_levels_equal_one_rank():
     compare(0, 4, shards=1)
     job = compare(1, 1, "parallelism.sequence_parallel=true")
     with count_collectives() as counts:
-        train_step(job)
+        job.train_step()
     assert [counts[kind, ("dp",)][0] for kind in ("all_gather", "reduce_scatter")] == [1, 1], counts
     compare(3, 1, "parallelism.sequence_parallel=true")
 

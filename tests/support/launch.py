@@ -4,6 +4,7 @@ import ast
 import json
 import os
 import random
+import re
 import socket
 import subprocess
 import sys
@@ -53,7 +54,7 @@ def _sizes(decorator):
 
 @dataclass(frozen=True)
 class Launched:
-    """How a launch ended: msrun's exit code (None: it was killed at the timeout), every rank's log, seconds taken."""
+    """How a launch ended: exit code of msrun or a rank (None: killed at the timeout), logs of ranks, seconds taken."""
 
     exit_code: int | None
     logs: dict
@@ -172,15 +173,15 @@ def free_port():
 def _wait(launcher, deadline, log, stop, until):
     """Exit code of msrun, or None at the deadline or when stopped.
 
-    1 once it says that a rank failed: its scheduler stays long.
+    That of the first rank, by number, once msrun says that one has failed: its scheduler stays long.
     """
     while time.monotonic() < deadline and not stop.is_set():
         if launcher.poll() is not None:
             return launcher.returncode
         if until is not None and until():
             return 0
-        if "exit with exception" in _read(log):
-            return 1
+        if found := re.search(r"exit with exception\. Error code: (-?\d+)", _read(log)):
+            return int(found[1])
         time.sleep(0.1)
     return None
 

@@ -16,7 +16,7 @@ from mindformers_core.recipe.loader import load_recipe
 from mindformers_core.recipe.sections import recipe_mesh
 from mindformers_core.serving.sampling import Sampling
 from mindformers_core.trainer.checkpoints import save_job
-from mindformers_core.trainer.training_loop import begin_job, train_step
+from mindformers_core.trainer.trainer import Trainer
 
 RECIPE = str(Path(__file__).parent.parent.parent / "configs" / "llama_tiny_pp.yaml")
 SMALL = (
@@ -48,9 +48,9 @@ def train(folder, rank, *overrides, steps=2):
     """Steps of a rank on the mesh of the overrides; leaves a checkpoint in a run folder. Returns the job."""
     recipe = recipe_of(*overrides, f"training.output_dir={folder}")
     data = TokenDataset(np.random.default_rng(0).integers(0, 256, 5000), 16, seed=1)
-    job = begin_job(recipe, recipe_mesh(recipe), rank, data)
+    job = Trainer(recipe, mesh=recipe_mesh(recipe), dataset=data)
     for _ in range(steps):
-        train_step(job)
+        job.train_step()
     save_job(job)
     return job
 

@@ -133,8 +133,11 @@ class PipelineScheduleBase:
         return self.run_microbatches(self.split_micro_batches(args, kwargs), training=False)
 
     def run_microbatches(self, micro_batches, training=True):
-        """As `run`, for micro-batches given as `(args, kwargs)` pairs; their shapes may differ."""
-        table = self.table if training else forward_only(self.table)
+        """As `run`, for micro-batches given as `(args, kwargs)` pairs; their shapes may differ.
+
+        Forward only there may be fewer than `micro_batch_num`.
+        """
+        table = self.table if training else forward_only(self.table, min(len(micro_batches), self.micro_batch_num))
         return run_table(self, table, micro_batches, training)
 
     def check(self):

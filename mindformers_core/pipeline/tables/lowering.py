@@ -43,16 +43,19 @@ def lowered(table, buffered=True):
     return deferred if buffered else _in_one_order(deferred)
 
 
-def forward_only(table):
-    """The forward steps of a table with their sends and receives, in their order: the table of an evaluation."""
-    return replace(table, orders=tuple(tuple(_forward_steps(order)) for order in table.orders))
+def forward_only(table, count=None):
+    """The forward steps of a table with their sends and receives, in their order: the table of an evaluation.
+
+    `count`: of so many micro-batches, the first ones. Default: all.
+    """
+    orders = tuple(tuple(_forward_steps(order, count)) for order in table.orders)
+    return replace(table, orders=orders, micro_batch_num=count or table.micro_batch_num)
 
 
-def _forward_steps(order):
+def _forward_steps(order, count):
     for step in order:
-        if step.type in FORWARD:
-            yield step
-        elif forward := [part for part in step.sub_steps if part.type in FORWARD]:
+        parts = step.sub_steps or (step,)
+        if forward := [part for part in parts if part.type in FORWARD and (count is None or part.micro_index < count)]:
             yield forward[0] if len(forward) == 1 else overlapped(*forward)
 
 

@@ -1,0 +1,123 @@
+"""The arrays of a step that a rank reads: the rows and parts that declared layouts of inputs give it."""
+
+from functools import partial
+
+import numpy as np
+
+from mindformers_core.batches import batch_slices
+from mindformers_core.data.datasets import dataset_of
+from mindformers_core.layout import Layout
+from mindformers_core.operators.signature import tensor_meta
+from mindformers_core.placement import open_mesh
+from mindformers_core.recipe.sections import batch_plan
+from mindformers_core.sharding.sharded_cells import tree_of
+
+
+def sample_arrays(recipe):
+    """The whole arrays of one sample, each (1, …): a tuple of `TensorMeta`s."""
+    if recipe.train_dataset.factory:
+        arrays = dataset_of(recipe).batch(0, 1)
+        found = tuple(tensor_meta(array.shape, str(array.dtype)) for array in arrays)
+    else:
+        found = (tensor_meta((1, recipe.train_dataset.seq_length), "int32"),) * 2
+    if recipe.parallelism.pipeline_parallel > 1 and len(found) != len(recipe.spec.inputs):
+        raise ValueError(
+            f"model.name: the ModelSpec of {recipe.model_name} has the inputs {', '.join(recipe.spec.inputs)}, but the "
+            f"dataset gives {len(found)} arrays: name them all"
+        )
+    return found
+
+
+def micro_batch(recipe, net, stage=0):
+    """The local inputs of one forward pass of a stage, `net`, with this number: a tuple of `TensorMeta`s.
+
+    The first stage, or the whole model, takes the arrays of the dataset: input ids and labels of shape (sequences,
+    tokens of a sequence), or those of a user's dataset. Every other stage takes the hidden states of the stage before
+    it in place of the first array.
+    """
+    rows = batch_plan(recipe, tree_of(net).mesh.axis_size("dp")).rows
+    first, *others = (tensor_meta((rows, *each.shape[1:]), each.dtype) for each in sample_arrays(recipe))
+    if stage > 0:
+        first = recipe.spec.boundary(recipe.model, rows, recipe.train_dataset.seq_length)
+        first = tensor_meta(first.shape, recipe.precision.compute or first.dtype)
+    given = []
+    for place, each in enumerate((first, *others)):
+        layout = tree_of(net).boundaries[""].arriving_layout(_name(recipe, net, place), len(each.shape))
+        given.append(tensor_meta(layout.local_shape(each.shape, f"array {place} of a batch"), each.dtype))
+    return tuple(given)
+
+
+def _name(recipe, net, place):
+    """The name of the argument of a stage that takes the input number `place`."""
+    arguments = tree_of(net).boundaries[""].arguments
+    is_named = place > 0 and recipe.parallelism.pipeline_parallel > 1
+    return recipe.spec.inputs[place] if is_named else arguments[min(place, len(arguments) - 1)]
+
+
+def batch_reader(recipe, plan, cells, rank):
+    """The function of a dataset and the number of samples of earlier steps that reads a step's arrays: `local_batch`.
+
+    Args:
+        recipe: the `Recipe`.
+        plan: its `BatchPlan`.
+        cells: see `batch_layouts`.
+        rank: number of the rank.
+    """
+    return partial(local_batch, plan, batch_layouts(recipe, cells), rank, ignored_rows(recipe))
+
+
+def batch_layouts(recipe, cells):
+    """The layouts of the arrays of a micro-batch.
+
+    Of a rank's stages, see `build_cells`, the first one that takes an array says what of it is read; where none does,
+    it is cut over dp.
+    """
+    layouts, mesh = [], tree_of(next(iter(cells.values()))).mesh
+    for place, each in enumerate(sample_arrays(recipe)):
+        layout = Layout.on(mesh, (("dp",), *[()] * (len(each.shape) - 1)))
+        for stage, net in reversed(cells.items()):
+            boundary, name = tree_of(net).boundaries[""], _name(recipe, net, place)
+            if name in boundary.arguments and (place > 0 or stage == 0):
+                layout = boundary.arriving_layout(name, len(each.shape))
+        layouts.append(layout)
+    return layouts
+
+
+def ignored_rows(recipe):
+    """Place of an array of a batch -> what its empty rows hold, see `ModelSpec.ignored`."""
+    return {recipe.spec.inputs.index(name): value for name, value in recipe.spec.ignored.items()}
+
+
+def local_batch(plan, layouts, rank, ignored, dataset, consumed=0):
+    """The arrays of a step on `rank`, each (runs, rows of a run, …): ids and labels, or those of a user's dataset.
+
+    Args:
+        plan: the `BatchPlan`.
+        layouts: of each array of a micro-batch, of all ranks together, the `Layout`.
+        rank: number of the rank, which reads its own samples only.
+        ignored: place of an array -> what empty rows of it hold; others repeat the last sample.
+        dataset: see `dataset_of`.
+        consumed: number of samples that earlier steps took.
+    """
+    of_rows = [each.replace(dims=each.dims[:1]) for each in layouts]
+    own = [run for ((*runs,),) in batch_slices(of_rows, [(plan.rows,)] * len(layouts), rank) for run in runs]
+    first, end = min(run.start for run in own), max(run.stop for run in own)
+    found = []
+    for samples in plan.passes:
+        real = samples[first:end]
+        read = real or range(plan.samples - 1, plan.samples)
+        arrays = dataset.batch(consumed + read.start, len(read))
+        rows = [np.take(array, range(end - first), 0, mode="clip") for array in arrays]
+        for place, value in ignored.items():
+            rows[place][len(real) :] = value
+        shapes = [(plan.rows, *array.shape[1:]) for array in rows]
+        slices = batch_slices(layouts, shapes, rank)
+        found.append([_part(array, first, *runs) for array, runs in zip(rows, slices, strict=True)])
+    arrays = map(np.concatenate, zip(*found))
+    return [array.reshape(plan.runs, -1, *array.shape[1:]) for array in arrays]
+
+
+def _part(rows, first, own, *others):
+    """The part of an array by the slices of its dims, of which those of dim 0 count from row `first` on."""
+    moved = [slice(run.start - first, run.stop - first) for run in own]
+    return rows[open_mesh((moved, *others))]

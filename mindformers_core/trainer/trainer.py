@@ -1,0 +1,263 @@
+"""`Trainer`: the training job of a recipe on this process's part of the mesh, step by step."""
+
+import math
+import os
+import time
+from contextlib import ExitStack
+from dataclasses import astuple
+
+import mindspore as ms
+
+from mindformers_core.checkpoint.folders import set_aside, step_folder
+from mindformers_core.checkpoint.parts import on_all_ranks
+from mindformers_core.checkpoint.tensors import ranks_of
+from mindformers_core.communication import process_state, world
+from mindformers_core.data.datasets import dataset_of
+from mindformers_core.data.reading import batch_reader
+from mindformers_core.diff.recorder import perturb
+from mindformers_core.hints import first_of
+from mindformers_core.optimizers.settings import Placed, placed_lines
+from mindformers_core.recipe.learning_rate import learning_rate
+from mindformers_core.recipe.loader import load_recipe, recipe_to_yaml
+from mindformers_core.recipe.sections import batch_plan
+from mindformers_core.sharding.replicas import check_replicas
+from mindformers_core.trainer import records
+from mindformers_core.trainer.cells import build_cells, check_patterns, loss_scale_of, placed_of
+from mindformers_core.trainer.checkpoints import (
+    checkpointer_of,
+    going_on,
+    open_source,
+    reserve_memory,
+    resume,
+    save_job,
+)
+from mindformers_core.trainer.evaluation import Evaluator
+from mindformers_core.trainer.joining import enter_world
+from mindformers_core.trainer.recording import start_recording
+from mindformers_core.trainer.step import step_function
+
+
+class Trainer:
+    """The training job of a recipe on this rank; the loop over its steps belongs to the caller.
+
+    Every rank makes one and calls the same methods. Made, its programs are generated and its checkpoint is loaded.
+
+    >>> trainer = Trainer("configs/llama_tiny_cpu_1p.yaml", "training.steps=100")
+    >>> for row in trainer.steps():
+    ...     if row["loss"] < 2.5:  # the same number on all ranks
+    ...         trainer.save()
+    ...         break
+
+    Args:
+        recipe: a `Recipe`, or the path of a YAML file.
+        overrides: with a path, texts `section.key=value`.
+        mesh: the `DeviceMesh` of all ranks of the job, with the axes `MESH_AXES`. Default: this process joins the ranks
+            that were launched, which have to have the recipe's number.
+        dataset: an object with the method `batch(first, count)`, see `dataset_of`. Default: the recipe's.
+
+    Attributes:
+        recipe, mesh, dataset, rank: as given, and this rank's number.
+        cells: number of a stage -> its Cell, see `build_cells`; without a pipeline of stage 0, the whole model.
+        optimizer, checkpointer, loss_scale: the optimizer of this rank's parameters, the `Checkpointer`, the
+            `LossScale`, or None.
+        plan: the `BatchPlan` of a step.
+        step, consumed: number of steps, and of sequences that they took, also before the run was resumed.
+        skipped, skipped_in_a_row: number of steps that were skipped, since something wasn't finite.
+        loaded_config: the contents of the `config.json` of `checkpoint.load_path`, or None.
+        summary: a line about the steps of the last loop; None before it ends.
+
+    Raises:
+        ValueError, FileNotFoundError: the recipe contradicts the ranks, the data or the checkpoint; its recompute or
+            swap is impossible in the model, then on all ranks of a pipeline.
+        ModuleNotFoundError: an extra that the recipe needs is not installed.
+    """
+
+    def __init__(self, recipe, *overrides, mesh=None, dataset=None):
+        recipe = load_recipe(recipe, overrides) if isinstance(recipe, (str, os.PathLike)) else recipe
+        if mesh is None:
+            records.require_extras(recipe)
+        self.recipe = recipe = going_on(recipe)
+        self.mesh = mesh = enter_world(recipe)[1] if mesh is None else mesh
+        self.rank = world().rank
+        checkpoint = open_source(recipe)
+        self.dataset = dataset_of(recipe) if dataset is None else dataset
+        self.plan = batch_plan(recipe, mesh.axis_size("dp"))
+        check_patterns(recipe)
+        ms.set_seed(recipe.training.seed)
+        start_recording(recipe, mesh, self.plan, self.rank)
+        self.cells = build_cells(recipe, mesh, self.rank)
+        self._read = batch_reader(recipe, self.plan, self.cells, self.rank)
+        ms.manual_seed(recipe.training.seed)  # after the constructors, of which stages call others
+        self.loss_scale = loss_scale_of(recipe, mesh)
+        self.optimizer, self.run_step, self._forward = step_function(recipe, mesh, self.cells, self.loss_scale)
+        self.checkpointer = checkpointer_of(recipe, mesh, self.cells, self.optimizer)
+        self.step = self.consumed = self.skipped = self.skipped_in_a_row = 0
+        self.loaded_config = self.summary = None
+        self._evaluator = self._evaluator_of(None) if recipe.evaluation.interval else None
+        self._has_folder = False
+        if checkpoint is not None:
+            resume(self, checkpoint)
+        if recipe.monitor.perturb:
+            perturb(self.optimizer.parameters, recipe.monitor.perturb, self.rank)
+
+    def run(self):
+        """Run all remaining steps; returns the summary line. Errors as of `steps`."""
+        for _ in self.steps():
+            pass
+        return self.summary
+
+    def steps(self):
+        """A generator of the remaining steps: it runs one, saves what the recipe asks for, and gives its `Row`.
+
+        What the loop puts into the row is recorded with it. A loop that ends early, by `break`, leaves the run folder
+        as one that ends: records are written, the last checkpoint is whole, and another run may take the folder. A
+        later loop goes on.
+
+        Raises:
+            FloatingPointError: on all ranks: the loss, or a gradient, is NaN or infinite; or, when they are to be
+                saved, the weights or moments are. SaveError: a checkpoint can't be saved. OSError: the run folder can't
+                be made, is another run's, or takes no more records. ValueError: ranks have other weights where they
+                should have the same.
+        """
+        section, self.summary = self.recipe.checkpoint, None
+        with ExitStack() as held:
+            recorder = self._open_records(held)
+            try:
+                reserve_memory(self)
+                self._compare_replicas(is_due=True)
+                while self.step < self.recipe.training.steps:
+                    row = self.train_step()
+                    at_end, is_due = self.step == self.recipe.training.steps, "not_finite" in row
+                    try:
+                        if recorder.count == 0:  # the first step has generated all programs
+                            records.report_activations(self.recipe, self.mesh, self.rank, self.cells)
+                        if is_due:
+                            raise FloatingPointError(row["not_finite"])
+                        self._compare_replicas(is_due=at_end)
+                        if section.enable_save and (at_end or self.step % section.save_interleaved_steps == 0):
+                            is_due = True
+                            save_job(self)
+                        if self._evaluator and (at_end or self.step % self.recipe.evaluation.interval == 0):
+                            row.update(self._evaluator.run())
+                        yield row
+                    finally:
+                        recorder.add(row, is_due or at_end)
+            except FloatingPointError:
+                self.checkpointer.await_writer()  # of the checkpoint before
+                raise
+            except GeneratorExit:  # the loop has ended early
+                self.checkpointer.await_writer()
+            finally:
+                try:
+                    recorder.flush()
+                finally:
+                    self.checkpointer.close()
+            self.summary = recorder.summary(self)
+
+    def save(self):
+        """Save the state into the run folder; returns the folder of the checkpoint, see `save_job`."""
+        if self.checkpointer.newest == step_folder(self.checkpointer.folder, self.step):
+            return self.checkpointer.newest
+        return save_job(self)
+
+    def evaluate(self, dataset=None):
+        """The loss, perplexity and other metrics of held-out samples: a dict, see `Evaluator.run`.
+
+        Args:
+            dataset: an object with `batch(first, count)`. Default: that of the recipe's `evaluation.dataset`.
+        """
+        return (self._evaluator if self._evaluator and dataset is None else self._evaluator_of(dataset)).run()
+
+    def _evaluator_of(self, dataset):
+        return Evaluator(self.recipe, self.plan, self.rank, self.cells, self._forward, dataset)
+
+    def train_step(self):
+        """Run one optimizer step, without records; returns its `Row`.
+
+        Where the loss or a gradient isn't finite, nothing is updated, and the row has a text about it, `not_finite`.
+        """
+        started = time.perf_counter()
+        batch = self._read(self.dataset, self.consumed)
+        self.step += 1
+        self.consumed += self.plan.samples
+        rate, scale = learning_rate(self.recipe, self.step), self.loss_scale
+        value = scale.value if scale else None
+        scalars = self.optimizer.scalars(self.step - self.skipped, rate)
+        loss, norm, odd, norms = self.run_step(tuple(map(ms.Tensor, batch)), scalars, self.checkpointer.await_copies)
+        process_state().observer.end_step(self.step)
+        precision, found = self.recipe.precision, odd or []
+        is_skipped = math.isinf(norm) if odd is None else precision.skip_not_finite  # see `step_function`
+        self.skipped, self.skipped_in_a_row = self.skipped + is_skipped, is_skipped * (self.skipped_in_a_row + 1)
+        if is_skipped:
+            odd = found if self.skipped_in_a_row > precision.skipped_steps else None
+        seconds = time.perf_counter() - started
+        row = records.Row(
+            step=self.step,
+            loss=loss,
+            learning_rate=rate,
+            gradient_norm=norm,
+            seconds=seconds,
+            tokens_per_second=self.plan.samples * self.recipe.train_dataset.seq_length / seconds,
+        )
+        row.update(zip(map("gradient_norm {}".format, self.recipe.monitor.gradient_norms), norms))
+        if scale:
+            row["loss_scale"] = value
+        if scale or precision.skip_not_finite:
+            row["skipped"] = self.skipped
+        if odd is not None:
+            row["not_finite"] = self._not_finite(row["loss"], norm, odd)
+        return row
+
+    def _not_finite(self, loss, norm, names):
+        """What a step says that made no update, for the `names` of this rank; all ranks call this."""
+        found = sorted(ranks_of(self.mesh, self.rank).gather(names).items(), reverse=True)  # the last stage first
+        names = list(dict.fromkeys(name for _, own in found for name in own))
+        cause = "all gradients are finite" + (", but not the sum of their squares" if math.isinf(norm) else "")
+        if self.skipped_in_a_row:
+            cause = f"{self.skipped_in_a_row} steps in a row are skipped, more than precision.skipped_steps"
+        if names:
+            cause = f"{cause}, and " if self.skipped_in_a_row else ""
+            cause += f"{len(names)} weights have gradients that aren't finite, in the order of the backward pass "
+            cause += first_of(names, 3)
+        samples = f"samples {self.consumed - self.plan.samples} to {self.consumed - 1}"
+        return (
+            f"at step {self.step} ({samples}) the loss is {loss:g}, and the norm of all gradients {norm:g}: {cause}; "
+            f"the weights stay as they were after step {self.step - 1}"
+        )
+
+    def _compare_replicas(self, is_due):
+        """Compare what ranks have alike, where it is due or `context.check_replicas` steps are over."""
+        every = self.recipe.context.check_replicas
+        if every and (is_due or self.step % every == 0):
+            check_replicas(list(self.cells.values()), self.optimizer)
+
+    def _open_records(self, held):
+        """Make the run folder, which rank 0 has until the stack `held` is closed; all ranks call this.
+
+        Returns:
+            The `Recorder`, which writes on rank 0 only.
+        """
+        found, ranks = [], ranks_of(self.mesh, self.rank)
+        with records.record_errors(self.recipe.training.output_dir):
+            on_all_ranks(ranks, lambda: found.extend(self._writers(held)) if self.rank == 0 else None)
+        gathered = ranks.gather({name: astuple(each) for name, each in placed_of(self.recipe, self.cells).items()})
+        placed = {name: Placed(*each) for own in gathered.values() for name, each in own.items()}
+        if self.rank == 0:
+            print("\n".join(placed_lines(placed, self.recipe.optimizer)))
+        return records.Recorder(found, self.recipe.monitor.log_interval)
+
+    def _writers(self, held):
+        recipe, folder = self.recipe, self.recipe.training.output_dir
+        own, loaded = map(os.path.realpath, (folder, recipe.checkpoint.load_path))
+        # from a checkpoint in its own folder, or after an earlier loop
+        carries_on = self._has_folder or (self.step > 0 and os.path.commonpath([own, loaded]) == own)
+        held.enter_context(records.open_run_folder(folder, recipe_to_yaml(recipe), keep=carries_on))
+        self._has_folder = True
+        if carries_on and (others := set_aside(folder, self.step)):
+            print(f"checkpoints of later steps are now {', '.join(others)}")
+        kind = "micro-batches" if recipe.parallelism.pipeline_parallel == 1 else "pipeline runs"
+        kind += f", {self.plan.empty} of whose rows are empty," if self.plan.empty else ""
+        print(f"{recipe.training.steps} steps of {self.plan.runs} {kind} on ranks {self.mesh}; run folder {folder}")
+        writers = [records.metrics_writer(folder, after_step=self.step)]
+        writers += [records.tensorboard_writer(folder)] if recipe.monitor.tensorboard else []
+        return [*writers, records.progress_writer(recipe.training.steps, recipe.monitor.log_interval)]

@@ -1,0 +1,158 @@
+"""`Trainer`: a loop that belongs to the user."""
+
+import json
+import os
+import sys
+from functools import cache
+
+import mindspore as ms
+import numpy as np
+import pytest
+from support.launch import ROOT
+from test_training_loop import ONE_RANK, SMALL, rows_of
+
+from mindformers_core import Trainer
+from mindformers_core.checkpoint.load import check_checksums, open_checkpoint
+from mindformers_core.commands.compare import read_losses
+from mindformers_core.communication.simulated import SimulatedRanks
+from mindformers_core.files import lock_folder
+from mindformers_core.passes.thread_tape import custom_gradients
+from mindformers_core.recipe.loader import load_recipe
+from mindformers_core.recipe.sections import recipe_mesh
+from mindformers_core.trainer import records
+
+sys.path.insert(0, str(ROOT / "examples"))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_loop_of_the_users(tmp_path):
+    """It may end early, add to rows, and go on; a loss is read when its record is due."""
+    options = [*SMALL, f"train_dataset.cache_dir={tmp_path / 'cache'}", "checkpoint.async_save=true"]
+    options += ["checkpoint.enable_save=true", "checkpoint.save_interleaved_steps=2"]
+    options += [f"evaluation.dataset={{data_path: [{ROOT / 'README.md'}]}}", "evaluation.interval=3"]
+    options += ["evaluation.samples=5"]
+    Trainer(ONE_RANK, *options, f"training.output_dir={tmp_path / 'whole'}").run()
+    job, folder, waiting = Trainer(ONE_RANK, *options, f"training.output_dir={tmp_path / 'a'}"), tmp_path / "a", []
+    for row in job.steps():
+        waiting.append(isinstance(row._numbers["loss"], ms.Tensor))
+        row["own"] = row["step"] / 2
+        if row["step"] == 4:
+            break
+    assert waiting == [True] * 4
+    assert (folder / "summary.txt").read_text() == f"{job.summary}\n" and job.summary.startswith("4 steps on")
+    assert sorted(os.listdir(folder / "checkpoint")) == ["step_2", "step_4"]
+    check_checksums(open_checkpoint(job.save()))
+    with lock_folder(folder):
+        assert [row["own"] for row in rows_of(folder)] == [0.5, 1.0, 1.5, 2.0]
+    job.run()
+    assert read_losses(str(folder)) == read_losses(str(tmp_path / "whole")) and not (tmp_path / "a.1").exists()
+    assert list(job.steps()) == [] and job.summary is None
+    rows = {row["step"]: row.get("eval_loss") for row in rows_of(folder)}
+    assert [step for step, loss in rows.items() if loss] == [3, 6] and rows[6] < rows[3]
+    assert rows[6] == pytest.approx(job.evaluate()["eval_loss"], 1e-6)
+    assert rows == {row["step"]: row.get("eval_loss") for row in rows_of(tmp_path / "whole")}
+    with pytest.raises(ValueError, match="evaluation.dataset: missing: training data would be evaluated"):
+        load_recipe(ONE_RANK, ["evaluation.interval=1"])
+    with pytest.raises(ValueError, match="evaluation.dataset.data_pth: unknown key .did you mean 'data_path'"):
+        load_recipe(ONE_RANK, ["evaluation.interval=1", "evaluation.dataset={data_pth: a}"])
+
+
+def test_half_written_metrics_line_is_dropped_when_resuming(tmp_path):
+    rows = [{"step": step, "loss": 1.0 / step} for step in (1, 2, 3)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 4, "lo')
+    records.metrics_writer(str(tmp_path), after_step=2)({"step": 3, "loss": 9.0})
+    assert read_losses(str(tmp_path)) == {1: 1.0, 2: 0.5, 3: 9.0}
+
+
+LLAMA = str(ROOT / "configs" / "llama_tiny_pp.yaml")
+SIZES = (
+    "model.hidden_size=16", "model.intermediate_size=24", "model.num_hidden_layers=2", "model.num_attention_heads=4",
+    "model.num_key_value_heads=2", "training.local_batch_size=4", "training.global_batch_size=8",
+    "train_dataset.seq_length=16", "evaluation.samples=11",
+)  # fmt: skip
+OWN = str(ROOT / "examples" / "own_model.yaml")
+OWN_SIZES = "model.dropout=0.25", "training.local_batch_size=4", "training.global_batch_size=8", "evaluation.samples=11"
+
+
+def parallel(pp=1, dp=1, tp=1, **others):
+    keys = {"pipeline_parallel": pp, "data_parallel_shard": dp, "tensor_parallel": tp, "zero_level": 0} | others
+    return [f"parallelism.{key}={value}" for key, value in keys.items()]
+
+
+class Held:
+    """Samples of 16 tokens of which the first 2 to 15 have labels: each one is a function of its number."""
+
+    def batch(self, first, count):
+        numbers = range(first, first + count)
+        rows = np.stack([np.random.default_rng((7, each)).integers(0, 256, 17) for each in numbers]).astype(np.int32)
+        counts = np.array([[2 + 5 * each % 14] for each in numbers])
+        return rows[:, :-1], np.where(np.arange(16) < counts, rows[:, 1:], -100).astype(np.int32)
+
+
+HELD = Held()
+
+
+class Counts:
+    """A metric: the number of samples, and that of labels."""
+
+    def __init__(self):
+        self.samples = self.labels = 0
+
+    def update(self, results, samples):
+        self.samples, self.labels = self.samples + samples, self.labels + results[-1]
+
+    def compute(self):
+        return {"samples": self.samples, "labels": self.labels}
+
+
+def evaluations(recipe, *overrides, data=None, evaluates=True):
+    """What all ranks find, alike: an evaluation, the loss of a step, an evaluation, the loss of another step."""
+    recipe = load_recipe(recipe, [*overrides, "evaluation.metrics=[test_trainer:Counts]"])
+    mesh = recipe_mesh(recipe)
+    ms.runtime.launch_blocking()
+
+    def work(rank):
+        job, found = Trainer(recipe, mesh=mesh, dataset=data), []
+        for _ in range(2):
+            found += [job.evaluate(job.dataset) if evaluates else None, job.train_step()["loss"]]
+        assert all(child.training for cell in job.cells.values() for _, child in cell.cells_and_names())
+        return found
+
+    with custom_gradients():
+        first, *others = SimulatedRanks(mesh.size).run(work)
+    assert all(other == first for other in others)
+    return first
+
+
+@cache
+def one_card(*given, **options):
+    return evaluations(*given, **options)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        parallel(dp=2, tp=2, zero_level=3, zero_threshold_kb=0, sequence_parallel="true"),
+        parallel(pp=2, pipeline_parallel_microbatch_size=1),
+        pytest.param(parallel(pp=2, dp=2, pipeline_parallel_microbatch_size=2), marks=pytest.mark.nightly),
+        pytest.param([*parallel(dp=4), "context.engine=eager"], marks=pytest.mark.nightly),
+    ],
+    ids=" ".join,
+)
+def test_an_evaluation_is_one_cards(layout):
+    """Of 11 samples with ignored labels, in passes of 4 or 8: loss to 1e-6, and the numbers of samples and labels."""
+    expected, found = one_card(LLAMA, *SIZES, *parallel(), data=HELD), evaluations(LLAMA, *SIZES, *layout, data=HELD)
+    for one, other in zip(expected[::2], found[::2], strict=True):
+        assert one["eval_samples"] == 11 and one["eval_labels"] == sum(2 + 5 * each % 14 for each in range(11))
+        np.testing.assert_allclose(list(other.values()), list(one.values()), 1e-6, err_msg=str(list(one)))
+    assert found[2]["eval_loss"] < found[0]["eval_loss"]
+    assert found[0]["eval_perplexity"] == np.exp(found[0]["eval_loss"])
+
+
+def test_an_evaluation_changes_nothing():
+    """Of a model with dropout whose loss is a mean: no number of training, and it drops nothing."""
+    found = evaluations(OWN, *OWN_SIZES, *parallel(dp=2))
+    assert found[1::2] == evaluations(OWN, *OWN_SIZES, *parallel(dp=2), evaluates=False)[1::2]
+    expected = one_card(OWN, *OWN_SIZES, *parallel())
+    for one, other in zip(expected[::2], found[::2], strict=True):
+        assert one["eval_loss"] == pytest.approx(other["eval_loss"], 1e-6)
