@@ -81,7 +81,7 @@ def resume(job, checkpoint):
         fill(source, checkpointer.parts(is_whole, source), recipe, job.mesh, job.rank, converts=not is_whole)
     if state:
         job.step, job.consumed = job.checkpointer.restore(state), state["consumed"]
-        job.skipped = state.get("skipped", 0)
+        job.skipped, job.skipped_in_a_row = (state.get(name, 0) for name in ("skipped", "skipped_in_a_row"))
         if job.loss_scale and state["loss_scale"]:
             job.loss_scale.restore(state["loss_scale"])
     if job.rank == 0:
@@ -149,6 +149,7 @@ def save_job(job):
         "seed": recipe.training.seed,
         "loss_scale": job.loss_scale and job.loss_scale.state(),
         "skipped": job.skipped,
+        "skipped_in_a_row": job.skipped_in_a_row,
         "recipe": recipe_to_dict(recipe),
     }
     try:
