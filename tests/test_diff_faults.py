@@ -1,7 +1,5 @@
 """Faults planted into a running mesh: `diff` names the operator, or the redistribution before it."""
 
-import dataclasses
-
 import mindspore as ms
 import numpy as np
 import pytest
@@ -63,16 +61,16 @@ def _other_decay(monkeypatch):
     construct = AdamW.construct
 
     def changed(optimizer, *arguments):
-        section = optimizer.section
-        optimizer.section = dataclasses.replace(section, betas=(section.betas[0], 0.96))
+        betas, optimizer.betas = optimizer.betas, (optimizer.betas[0], 0.96)
         construct(optimizer, *arguments)
-        optimizer.section = section
+        optimizer.betas = betas
 
     monkeypatch.setattr(AdamW, "construct", changed)
 
 
 def _no_decay(job):
-    job.optimizer.decays = (False,) * len(job.optimizer.decays)
+    for member in job.optimizer.members:
+        member.weight_decay = 0.0
 
 
 def _reduced(change):
@@ -124,7 +122,7 @@ def _wrong_norm(job):
 
 
 def _with_step(run_step):
-    return lambda arrays, rate, *others: run_step(arrays, rate * 1.01, *others)
+    return lambda arrays, scalars, *others: run_step(arrays, (scalars[0] * 1.01, *scalars[1:]), *others)
 
 
 def _stale_constant(monkeypatch):

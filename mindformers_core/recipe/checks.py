@@ -1,5 +1,6 @@
 """Checks of a recipe for keys that exclude each other. No MindSpore is called here."""
 
+from mindformers_core.recipe.learning_rate import LrScheduler
 from mindformers_core.recipe.pipeline import check_pipeline
 from mindformers_core.recipe.sections import batch_plan, dataset_layouts
 from mindformers_core.recompute.settings import check_compilable, check_gathers
@@ -94,6 +95,8 @@ def _check_data(recipe):
 
 def _check_schedule(recipe):
     schedule = recipe.lr_scheduler
+    if not isinstance(schedule, LrScheduler):
+        return
     if schedule.warmup_ratio is not None and schedule.warmup_steps:
         raise ValueError("lr_scheduler: warmup_steps and warmup_ratio are both given: give one")
     if schedule.lr_end > schedule.learning_rate:
