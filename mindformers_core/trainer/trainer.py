@@ -1,10 +1,12 @@
 """`Trainer`: the training job of a recipe on this process's part of the mesh, step by step."""
 
+import atexit
 import math
 import os
 import time
 from contextlib import ExitStack
 from dataclasses import astuple
+from weakref import ref
 
 import mindspore as ms
 
@@ -123,6 +125,12 @@ class Trainer:
                 be made, is another run's, or takes no more records. ValueError: ranks have other weights where they
                 should have the same.
         """
+        steps = self._steps()
+        left = ref(steps)  # a process that ends in an error in the loop's body ends the loop, too
+        atexit.register(lambda: left() and left().close())
+        return steps
+
+    def _steps(self):
         section, self.summary = self.recipe.checkpoint, None
         with ExitStack() as held:
             recorder = self._open_records(held)
@@ -152,11 +160,9 @@ class Trainer:
             except GeneratorExit:  # the loop has ended early
                 self.checkpointer.await_writer()
             finally:
-                try:
-                    recorder.flush()
-                finally:
-                    self._batches.close()
-                    self.checkpointer.close()
+                held.callback(self.checkpointer.close)
+                held.callback(self._batches.close)
+                recorder.flush()
             self.summary = recorder.summary(self)
 
     def save(self):
