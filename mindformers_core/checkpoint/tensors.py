@@ -3,6 +3,7 @@
 import numpy as np
 from mindspore import Parameter, Tensor
 
+from mindformers_core.checkpoint.adapters import adapter_tensor
 from mindformers_core.checkpoint.load import load
 from mindformers_core.checkpoint.parts import Part, Ranks
 from mindformers_core.checkpoint.regions import local_box, shape_of, whole
@@ -17,7 +18,7 @@ def ranks_of(mesh, rank):
 
 
 def model_parts(cells, rank, file_name=lambda path: path):
-    """The `Part`s of the weights, trained or not, of Cells: a dict, `Part` -> Parameter.
+    """The `Part`s of the weights, trained or not, and of adapters, of Cells: a dict, `Part` -> Parameter.
 
     Args:
         cells: after `shard()`, `hsdp()`, or neither. Equal paths in several Cells are one tensor. A Parameter whose
@@ -30,8 +31,22 @@ def model_parts(cells, rank, file_name=lambda path: path):
         for path, parameter in cell.parameters_and_names():
             if getattr(parameter, "persistent", True):
                 parameters.setdefault(path, parameter)
-    return {_part("model", file_name(path), parameter, parameter, rank): parameter for path, parameter in
-            parameters.items()}  # fmt: skip
+    found = {}
+    for path, parameter in parameters.items():
+        group = getattr(parameter, "group", "model")
+        name = adapter_tensor(path, file_name) if group == "adapter" else file_name(path)
+        found[_part(group, name, parameter, parameter, rank)] = parameter
+    return found
+
+
+def parts_of(checkpoint, parts):
+    """Those of `Part`s, a dict as of `model_parts`, that a `Checkpoint` has, or one that is saved, for None.
+
+    Of a model with adapters these are the adapters alone, and the weights beneath, where the checkpoint has none.
+    """
+    if checkpoint is None or checkpoint.has_adapters:
+        return {part: each for part, each in parts.items() if not getattr(each, "is_base", False)}
+    return {part: each for part, each in parts.items() if part.group != "adapter"}
 
 
 def optimizer_parts(optimizer, rank, file_name=lambda path: path):

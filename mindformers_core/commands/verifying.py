@@ -16,7 +16,7 @@ from mindformers_core.recipe.sections import batch_plan, micro_batches_of_a_run,
 from mindformers_core.recipe.zero import mixed_precision
 from mindformers_core.sharding.initialize import materialize
 from mindformers_core.sharding.parameter_storage import as_computed
-from mindformers_core.trainer.cells import build_cells, check_patterns
+from mindformers_core.trainer.cells import build_cells, build_model, check_patterns
 from mindformers_core.trainer.step import step_parts
 from mindformers_core.verification.engine import seed_restored, simulate
 from mindformers_core.zero.precision import MixedPrecision
@@ -56,8 +56,7 @@ def verify_recipe(recipe, full=False):
         losses = {(None, run): [(loss / share, None)] for run, (loss, *_) in enumerate(results)}
         return losses, gradients, clip, optimizer
 
-    with ms.DeviceCtx("meta"):
-        net = recipe.spec.build(recipe.model).set_train()
+    net = build_model(recipe).set_train()
     materialize(net, recipe.training.seed)
     parameters = {path: parameter.asnumpy() for path, parameter in net.parameters_and_names()}
 

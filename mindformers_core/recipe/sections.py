@@ -111,6 +111,17 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
+class Adapters:
+    """Low-rank adapters of linear layers, which are trained in the place of all weights: `add_adapters`."""
+
+    rank: int = bounded(0, 0, 2**16)  # 0: none
+    alpha: float | None = bounded(None, 0.0, 1e9)  # what adapters add is multiplied by alpha / rank; default: rank
+    patterns: tuple[str, ...] = ("*_proj",)  # of paths of linear layers, or their ends
+    dropout: float = bounded(0.0, at_least=0.0, below=1.0)  # of the inputs of adapters
+    page: ClassVar[str] = "docs/fine_tuning.md"
+
+
+@dataclass(frozen=True)
 class Precision:
     """Dtypes of `hsdp()`'s `MixedPrecision`, and the loss scale; moments are float32 in any case."""
 
@@ -162,6 +173,7 @@ class Recipe:
     train_dataset: TrainDataset = TrainDataset()
     evaluation: Evaluation = Evaluation()
     precision: Precision = Precision()
+    adapters: Adapters = Adapters()
     checkpoint: Checkpoint = Checkpoint()
     monitor: Monitor = Monitor()
     context: Context = Context()

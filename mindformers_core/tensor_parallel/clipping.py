@@ -22,6 +22,7 @@ class ClipByGlobalNorm(nn.Cell):
             norm is that of all of them. All ranks of such a group have to take part. Default: none.
         counted: for every parameter whether the norm counts it here; tied parameters are counted on one rank, once
             (see `PipelineStage.counted`). Default: all.
+        dtype: of the norm of a rank that counts nothing, as other ranks have it. Default: float32.
 
     Inputs:
         A tuple of plain local tensors in the parameters' order, final: replicated over the axes that don't shard their
@@ -31,9 +32,9 @@ class ClipByGlobalNorm(nn.Cell):
         `(gradients, norm)`: a tuple, and the norm before clipping, a float32 scalar that is the same on all ranks.
     """
 
-    def __init__(self, parameters, max_norm, mesh=None, over=(), counted=None):
+    def __init__(self, parameters, max_norm, mesh=None, over=(), counted=None, dtype=float32):
         super().__init__()
-        self.max_norm = max_norm
+        self.max_norm, self.dtype = max_norm, dtype
         counted = (True,) * len(parameters) if counted is None else tuple(counted)
         self._given = tuple(parameters), mesh, over, counted
         pairs = enumerate(zip(parameters, counted, strict=True))
@@ -46,7 +47,8 @@ class ClipByGlobalNorm(nn.Cell):
         """The same for all gradients, but of which the norm counts those whose parameters' names match a pattern."""
         parameters, mesh, over, counted = self._given
         matched = [any(fnmatchcase(each.name, pattern) for pattern in patterns) for each in parameters]
-        return ClipByGlobalNorm(parameters, 0, mesh, over, [one and other for one, other in zip(matched, counted)])
+        counted = [one and other for one, other in zip(matched, counted)]
+        return ClipByGlobalNorm(parameters, 0, mesh, over, counted, self.dtype)
 
     def construct(self, gradients):
         norm = self.norm(gradients)
@@ -54,7 +56,7 @@ class ClipByGlobalNorm(nn.Cell):
 
     def norm(self, gradients):
         """The joint norm; NaN or infinite on all ranks if an element on any of them is."""
-        total = ops.zeros((), float32)  # a tensor where this rank counts nothing, too
+        total = ops.zeros((), self.dtype)  # a tensor where this rank counts nothing, too
         for index, places in enumerate(self.places):
             squares = 0.0
             for place in places:

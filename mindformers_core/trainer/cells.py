@@ -5,12 +5,14 @@ import fnmatch
 import mindspore as ms
 
 from mindformers_core.hints import any_layer, first_of, nearest
+from mindformers_core.models.adapters import adapted_layers, add_adapters
 from mindformers_core.program.structure import call_signature
 from mindformers_core.recipe.checks import recipe_device_model
 from mindformers_core.recipe.pipeline import layers_of_rank
 from mindformers_core.recipe.sections import batch_plan, dataset_layouts
 from mindformers_core.recipe.zero import zero_settings
 from mindformers_core.recompute import recompute, swap
+from mindformers_core.scopes import errors_at
 from mindformers_core.tensor_parallel import shard
 from mindformers_core.zero import hsdp, tie_shards
 from mindformers_core.zero.loss_scale import LossScale
@@ -27,8 +29,7 @@ def build_cells(recipe, mesh, rank):
     zero, cells = zero_settings(recipe, mesh), {}
     layers, mesh, is_part = stages_of(recipe, mesh, rank)
     for stage, part in layers.items():
-        with ms.DeviceCtx("meta"):
-            net = recipe.spec.build(recipe.model, part).set_train()
+        net = build_model(recipe, part).set_train()
         for path, parameter in net.parameters_and_names():
             if recipe.optimizer.placed(path, len(parameter.shape)).frozen:
                 parameter.requires_grad = False  # before shard() and hsdp(), which ask for it
@@ -40,6 +41,24 @@ def build_cells(recipe, mesh, rank):
     return cells
 
 
+def build_model(recipe, part=None):
+    """The recipe's model with its adapters, or the stage of it with the layers `part`, on the meta device.
+
+    Raises:
+        ValueError: a pattern of `adapters.patterns` matches no layer of the whole model.
+    """
+    section = recipe.adapters
+    with ms.DeviceCtx("meta"):
+        net = recipe.spec.build(recipe.model, part)
+        whole = recipe.spec.build(recipe.model) if section.rank and part is not None else net
+    if section.rank:
+        own = {path for path, _ in net.cells_and_names()}
+        with errors_at("adapters.patterns: ", f": {section.page}"):
+            paths = [path for path in adapted_layers(whole, section.patterns) if path in own]
+            add_adapters(net, section.rank, paths, section.alpha, section.dropout)
+    return net
+
+
 def check_patterns(recipe):
     """Raise `ValueError` for a pattern of a recipe that matches no parameter of the whole model, with its key."""
     keys = {"monitor.gradient_norms": recipe.monitor.gradient_norms}
@@ -48,9 +67,7 @@ def check_patterns(recipe):
     }
     if not any(keys.values()):
         return
-    with ms.DeviceCtx("meta"):
-        whole = recipe.spec.build(recipe.model)
-    names = [path for path, _ in whole.parameters_and_names()]
+    names = [path for path, _ in build_model(recipe).parameters_and_names()]
     for key, patterns in keys.items():
         for place, pattern in enumerate(patterns):
             if not fnmatch.filter(names, pattern):

@@ -1,13 +1,16 @@
 """The forward and backward passes of a step over a rank's Cells: one after the other, or by a pipeline's schedule."""
 
+import mindspore as ms
+
 from mindformers_core.data.reading import micro_batch
+from mindformers_core.dtypes import dtype_name
 from mindformers_core.operators.signature import tensor_meta
-from mindformers_core.passes.stage_function import own_class
 from mindformers_core.pipeline import PipelineScheduleMulti, PipelineStage
 from mindformers_core.recipe.pipeline import recipe_schedule
 from mindformers_core.recipe.sections import batch_plan
 from mindformers_core.sharding.inspecting import programs
 from mindformers_core.sharding.parameter_storage import computing_dtype
+from mindformers_core.sharding.sharded_cells import own_class
 from mindformers_core.zero import value_and_grad
 
 
@@ -75,7 +78,9 @@ def pipeline_passes(recipe, mesh, cells, loss_scale):
         return results if isinstance(results, tuple) else (results,)
 
     counted = _once_each(stages, "counted")
-    clipping = {"mesh": mesh, "over": ("pp",), "counted": counted}
+    dtypes = {dtype_name(parameter.dtype) for net in cells.values() for parameter in net.get_parameters()}
+    dtype = ms.float64 if "float64" in dtypes else ms.float32  # a stage may train nothing
+    clipping = {"mesh": mesh, "over": ("pp",), "counted": counted, "dtype": dtype}
     return _once_each(stages, "parameters"), run, clipping, forward
 
 
