@@ -79,24 +79,24 @@ def drawn(seed=0):
     return [{name: draw.normal(size=s).astype(np.float32) for name, s in SHAPES.items()} for _ in range(1 + STEPS)]
 
 
-def made(values, layouts=None):
+def made(values, layouts=None, dtype=np.float32):
     """This rank's parts as Parameters."""
     parameters = []
     for name, value in values.items():
         mine = value if layouts is None else value[layouts[name].local_slices(value.shape, world().rank)]
-        parameters.append(ms.Parameter(Tensor(np.ascontiguousarray(mine)), name=name))
+        parameters.append(ms.Parameter(Tensor(np.ascontiguousarray(mine, dtype)), name=name))
         if layouts is not None:
             parameters[-1].layout, parameters[-1].global_shape = layouts[name], value.shape
     return parameters
 
 
-def trained(settings, layouts=None, compiled=False):
+def trained(settings, layouts=None, compiled=False, dtype=np.float32):
     """The parameters after all steps, by name."""
     values, *gradients = drawn()
-    optimizer = GroupedOptimizer(made(values, layouts), settings)
+    optimizer = GroupedOptimizer(made(values, layouts, dtype), settings)
     run = jit(optimizer.construct) if compiled else optimizer
     for number, each in enumerate(gradients, 1):
-        mine = tuple(Tensor(parameter) for parameter in made(each, layouts))
+        mine = tuple(Tensor(parameter) for parameter in made(each, layouts, dtype))
         run(mine, *optimizer.scalars(number, 0.1 / number))
     return {parameter.name: parameter.asnumpy() for parameter in optimizer.parameters}
 
@@ -185,6 +185,15 @@ def test_parts_are_updated_as_the_whole(kind):
         for name, part in parts.items():
             mine = whole[name][layouts[name].local_slices(SHAPES[name], rank)]
             np.testing.assert_allclose(part, mine, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("kind", [*OPTIMIZERS, "own_optimizer:Lion"])
+def test_weights_in_half_precision_stay_so(kind):
+    section = settings(kind, weight_decay=0.1)
+    found, expected = trained(section, dtype=np.float16), trained(section)
+    for name, value in found.items():
+        assert value.dtype == np.float16
+        np.testing.assert_allclose(value, expected[name], atol=5e-3, err_msg=name)
 
 
 def finished(*overrides, steps=STEPS):
