@@ -237,7 +237,8 @@ class Plain(nn.Cell):
 @pytest.mark.usefixtures("one_rank")
 def test_a_model_without_caches(trained):
     recipe = recipe_of(*mesh())
-    other = SimpleNamespace(**{key: getattr(recipe, key) for key in ("parallelism", "training", "context", "model")})
+    keys = "parallelism", "training", "context", "model", "adapters"
+    other = SimpleNamespace(**{key: getattr(recipe, key) for key in keys})
     other.spec, other.model_name = ModelSpec(Plain, type(recipe.model)), "mine:Plain"
     with pytest.raises(ValueError, match=r"model.name: mine:Plain can't generate: Plain has no method add_caches"):
         make_generator(other, recipe_mesh(recipe), 0, 1, 4, 4, checkpoint_of(trained))

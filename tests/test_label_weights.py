@@ -14,6 +14,7 @@ from mindformers_core.communication.simulated import SimulatedRanks
 from mindformers_core.communication.world import process_state
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.models.llama import LlamaForCausalLM
+from mindformers_core.models.spec import ModelSpec
 from mindformers_core.passes.label_counts import label_count
 from mindformers_core.passes.thread_tape import custom_gradients
 from mindformers_core.pipeline import ScheduleLoopedBFS, ScheduleZBV
@@ -21,6 +22,7 @@ from mindformers_core.program.observer import Observer
 from mindformers_core.recipe.loader import recipe_from_dict
 from mindformers_core.recipe.sections import Precision
 from mindformers_core.sharding.initialize import materialize
+from mindformers_core.tensor_parallel.layers import VocabParallelCrossEntropy
 from mindformers_core.zero import hsdp, value_and_grad
 
 SAMPLES, LENGTH, VOCAB = 16, 6, 24
@@ -149,7 +151,7 @@ def test_a_loss_scale_skips_steps_up_to_a_limit():
     rows, _ = run_simulated(given, 3)
     assert [row["loss_scale"] for row in rows] == [2.0**24, 2.0**23, 2.0**22] and rows[2]["skipped"] == 3
     assert rows[0]["loss"] == rows[2]["loss"] and "not_finite" not in rows[1]
-    assert "skipped 3 steps in a row, more than precision.skipped_steps" in rows[2]["not_finite"]
+    assert "3 steps in a row are skipped, more than precision.skipped_steps" in rows[2]["not_finite"]
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -236,6 +238,11 @@ def test_gradients_of_plain_cells_weigh_by_labels():
         gradient_of(Tensor(x))
     with pytest.raises(ValueError, match=r"an integer, .* it gave float32 \[\], float32 \[\]"):
         label_count((Tensor(1.0), Tensor(0.5)), "Net")
-    for make in (lambda: value_and_grad(net, loss="total"), lambda: pipeline([Scale(0)], loss="total")):
+    for make in (
+        lambda: value_and_grad(net, loss="total"),
+        lambda: pipeline([Scale(0)], loss="total"),
+        lambda: VocabParallelCrossEntropy(loss="total"),
+        lambda: ModelSpec(Scale, object, loss="total"),
+    ):
         with pytest.raises(ValueError, match=r'loss=.total.\): should be "mean" or "sum"'):
             make()

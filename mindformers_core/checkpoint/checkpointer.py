@@ -1,19 +1,29 @@
 """`Checkpointer`: the state of a training loop, saved in a run folder and loaded on any mesh."""
 
+import os
 import zlib
 
 import mindspore as ms
 import numpy as np
 from mindspore import nn
 
+from mindformers_core.checkpoint.adapters import adapter_config, open_base
 from mindformers_core.checkpoint.background import BackgroundSave
 from mindformers_core.checkpoint.folders import find_checkpoint, newest_checkpoint, prune, step_folder
-from mindformers_core.checkpoint.index import FORMAT, STATE, encode_json
+from mindformers_core.checkpoint.index import ADAPTER_CONFIG, FORMAT, STATE, encode_json
 from mindformers_core.checkpoint.load import open_checkpoint
 from mindformers_core.checkpoint.parts import on_all_ranks
 from mindformers_core.checkpoint.save import save
-from mindformers_core.checkpoint.tensors import load_parameters, model_parts, optimizer_parts, ranks_of, states_alike
+from mindformers_core.checkpoint.tensors import (
+    load_parameters,
+    model_parts,
+    optimizer_parts,
+    parts_of,
+    ranks_of,
+    states_alike,
+)
 from mindformers_core.communication import world
+from mindformers_core.communication.messages import MISSING, unlike
 from mindformers_core.hints import first_of
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.zero.loss_scale import all_finite
@@ -51,13 +61,14 @@ class Checkpointer:
     Attributes:
         state: the dict of the loop's own in the loaded checkpoint; {} before.
         folder: as given; newest: that of the last checkpoint that was asked for, None before.
+        base: that of the weights beneath adapters, which checkpoints name and don't have; None: drawn from the seed.
     """
 
     def __init__(
         self, folder, cells, optimizer=None, mesh=None, keep_last=0, keep_every=0, async_save=False,
         file_name=lambda path: path,
     ):  # fmt: skip
-        self.folder, self.newest, self.state = folder, None, {}
+        self.folder, self.newest, self.base, self.state = folder, None, None, {}
         self._file_name, self._optimizer = file_name, optimizer
         self._cells = [cells] if isinstance(cells, nn.Cell) else list(cells)
         here, self._keep, self._plan, self._parts = world(), (keep_last, keep_every), None, None
@@ -73,10 +84,10 @@ class Checkpointer:
         finally:
             self.close()
 
-    def parts(self, with_optimizer=True):
-        """The `Part`s of this rank's tensors, a dict, `Part` -> Parameter."""
+    def parts(self, with_optimizer=True, checkpoint=None):
+        """The `Part`s of this rank's tensors, a dict, `Part` -> Parameter: to save, or those of a `Checkpoint`."""
         given = self._ranks.rank, self._file_name
-        found = model_parts(self._cells, *given)
+        found = parts_of(checkpoint, model_parts(self._cells, *given))
         if with_optimizer and self._optimizer is not None:
             found |= optimizer_parts(self._optimizer, *given)
         return found
@@ -113,7 +124,7 @@ class Checkpointer:
         self._check(parts, step)
         self.newest = folder
         own = {"format": FORMAT, "step": step, "random_state": ms.get_rng_state().asnumpy().tolist()}
-        documents = (documents or {}) | {STATE: encode_json(own | state, indent=1)}
+        documents = (documents or {}) | {STATE: encode_json(own | state, indent=1)} | self._adapter_documents(parts)
         arguments = folder, list(parts), lambda part: parts[part].asnumpy(), documents
         if self._background is not None:
             self._background.start(*arguments, self._keep)
@@ -121,6 +132,12 @@ class Checkpointer:
         self._plan, is_first = save(*arguments, self._ranks, self._plan), self._ranks.rank == 0
         on_all_ranks(self._ranks, lambda: prune(folder, *self._keep) if is_first else None)
         return folder
+
+    def _adapter_documents(self, parts):
+        own = {part.name: parameter.adapter for part, parameter in parts.items() if part.group == "adapter"}
+        found = {name: how for each in self._ranks.gather(own).values() for name, how in each.items()}
+        how = next(iter(found.values()), None)
+        return {} if how is None else {ADAPTER_CONFIG: encode_json(adapter_config(found, *how, self.base), indent=1)}
 
     def _check(self, parts, step):
         """Raise an error, on all ranks, for tensors that can't be saved; make the plan anew where there are others."""
@@ -130,15 +147,13 @@ class Checkpointer:
         gathered = self._ranks.gather((odd, sums, self._parts != list(parts)))
         if found := sorted({name for names, _, _ in gathered.values() for name in names}):
             raise FloatingPointError(f"{first_of(found)}: not finite after step {step}, which is not saved")
-        known = {}
-        for rank, (_, own, _) in sorted(gathered.items()):
-            for name, value in own.items():
-                first = known.setdefault(name, (rank, value))
-                if first[1] != value:
-                    raise ValueError(
-                        f"the optimizer's '{name}' differs on ranks {first[0]} and {rank}: a state that isn't alike on "
-                        "all ranks is called like the parameter that it lies with, as '….weight'"
-                    )
+        for name, holders in unlike({rank: own for rank, (_, own, _) in gathered.items()}).items():
+            ranks = [having[0] for value, having in holders.items() if value != MISSING]
+            if len(ranks) > 1:
+                raise ValueError(
+                    f"the optimizer's '{name}' differs on ranks {ranks[0]} and {ranks[1]}: a state that isn't alike on "
+                    "all ranks is called like the parameter that it lies with, as '….weight'"
+                )
         if any(is_new for _, _, is_new in gathered.values()):
             self._plan, self._parts = None, list(parts)
             if self._background is not None:
@@ -162,9 +177,22 @@ class Checkpointer:
         if folder is None:
             return 0
         checkpoint = open_checkpoint(folder)
-        is_whole = not weights_only and checkpoint.state is not None
-        load_parameters(checkpoint, self.parts(is_whole), self._ranks, converts=not is_whole)
-        return self.restore(checkpoint.state) if is_whole else 0
+        state = None if weights_only else self.state_of(checkpoint)
+        for source in self.sources(checkpoint):
+            parts = self.parts(state is not None and source is checkpoint, source)
+            load_parameters(source, parts, self._ranks, converts=state is None or source is not checkpoint)
+        return self.restore(state) if state is not None else 0
+
+    def state_of(self, checkpoint):
+        """The state of a `Checkpoint`, if it is one of what is saved here: None for the weights beneath adapters."""
+        is_base = any(getattr(each, "is_base", False) for each in self.parts(False, checkpoint).values())
+        return None if any(self._ranks.gather(is_base).values()) else checkpoint.state
+
+    def sources(self, checkpoint):
+        """The `Checkpoint`s to load for one: that of the weights beneath, where it has adapters, and itself."""
+        base = open_base(checkpoint)
+        self.base = os.path.abspath((base or checkpoint).folder) if base or not checkpoint.has_adapters else None
+        return [base, checkpoint] if base else [checkpoint]
 
     def restore(self, state):
         """Take the generator and `state` of a checkpoint; returns the number of its step."""

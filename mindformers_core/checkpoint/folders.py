@@ -3,8 +3,9 @@
 import os
 import re
 
-from mindformers_core.checkpoint.index import CHECKSUMS, CONFIG, MODEL_INDEX
+from mindformers_core.checkpoint.index import ADAPTERS, CHECKSUMS, CONFIG, MODEL_INDEX
 from mindformers_core.checkpoint.slices import FileLayer
+from mindformers_core.scopes import errors_at
 
 INCOMPLETE, REPLACED = ".incomplete", ".replaced"  # ends of the names of folders that aren't, or are old, checkpoints
 _STEP = re.compile(rf"step_(\d+)({re.escape(REPLACED)})?")
@@ -19,12 +20,14 @@ def find_checkpoint(path):
     """The folder of a checkpoint at `path`: the folder itself, or the newest complete one of a run folder.
 
     Args:
-        path: one of our folders, or of Hugging Face's, with `model.safetensors`; or a run folder.
+        path: one of our folders, or of Hugging Face's, with `model.safetensors` or adapters; or a run folder.
 
     Raises:
         FileNotFoundError: there is none.
     """
-    if any(os.path.isfile(os.path.join(path, name)) for name in (CHECKSUMS, MODEL_INDEX, "model.safetensors")):
+    if any(
+        os.path.isfile(os.path.join(path, name)) for name in (CHECKSUMS, MODEL_INDEX, "model.safetensors", ADAPTERS)
+    ):
         return path
     found = newest_checkpoint(path)
     if found is None:
@@ -73,15 +76,13 @@ def prune(folder, keep_last, keep_every=0, files=None):
         OSError: a folder can't be removed.
     """
     files, above = files or FileLayer(), os.path.dirname(folder) or "."
-    try:
+    with errors_at(f"the checkpoint {folder} is saved, but older ones can't be removed: ", kinds=(OSError,)):
         tidy(folder, files)
         steps = sorted((int(match[1]) for match in map(_STEP.fullmatch, os.listdir(above)) if match), reverse=True)
         for step in steps[keep_last:] if keep_last else ():
             path = os.path.join(above, f"step_{step}")
             if not (keep_every and step % keep_every == 0) and os.path.abspath(path) != os.path.abspath(folder):
                 _discard(path, files)
-    except OSError as error:
-        raise OSError(f"the checkpoint {folder} is saved, but older ones can't be removed: {error}") from error
 
 
 def tidy(folder, files):

@@ -15,7 +15,10 @@ from mindformers_core.dtypes import ITEM_BYTES
 
 FORMAT = 1
 CHECKSUMS, CONFIG, STATE, MODEL_INDEX = "checksums.json", "config.json", "state.json", "model.safetensors.index.json"
-GROUPS = MappingProxyType({"model": "model", "optimizer": "optimizer/optimizer"})  # group of tensors -> start of paths
+ADAPTERS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+GROUPS = MappingProxyType(  # group of tensors -> start of paths; adapters are in one file, as PEFT has it
+    {"model": "model", "adapter": ADAPTERS.removesuffix(".safetensors"), "optimizer": "optimizer/optimizer"}
+)
 DATA_BYTES = 5 * 10**9  # of a file at most, unless one tensor is larger; as Hugging Face's files
 _MOST_HEADER = 100_000_000  # bytes, as in the safetensors package
 _DTYPES = {  # ours -> safetensors'
@@ -71,7 +74,8 @@ class TensorFile:
 
 
 def place_tensors(tensors, start, most=DATA_BYTES):
-    """Place tensors in files `START-0000k-of-0000n.safetensors`, in the order of their names, layer 2 before layer 10.
+    """Place tensors in files `START-0000k-of-0000n.safetensors`, in the order of their names, layer 2 before layer 10;
+    those of adapters in `ADAPTERS`.
 
     In a file wider dtypes come first, so that all data are aligned.
 
@@ -92,11 +96,13 @@ def place_tensors(tensors, start, most=DATA_BYTES):
         if dtype not in _DTYPES:
             raise ValueError(f"tensor '{name}' has dtype {dtype}, which a safetensors file can't hold")
         nbytes = prod(shape) * ITEM_BYTES[dtype]
-        if groups[-1] and held + nbytes > most:
+        if groups[-1] and held + nbytes > most and start != GROUPS["adapter"]:
             groups.append([])
             held = 0
         groups[-1].append(name)
         held += nbytes
+    if start == GROUPS["adapter"]:
+        return [_tensor_file(ADAPTERS, {name: tensors[name] for name in groups[0]})]
     return [
         _tensor_file(f"{start}-{number:05d}-of-{len(groups):05d}.safetensors", {name: tensors[name] for name in group})
         for number, group in enumerate(groups, 1)

@@ -2,10 +2,11 @@
 
 import json
 import os
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 
 from mindformers_core.checkpoint import index
 from mindformers_core.checkpoint.checksums import MODULUS, checksum
@@ -35,6 +36,11 @@ class Checkpoint:
     config: dict | None
     state: dict | None
 
+    @property
+    def has_adapters(self):
+        """Whether it has low-rank adapters, and not the weights beneath."""
+        return any(group == "adapter" for group, _ in self.tensors)
+
 
 @dataclass(frozen=True)
 class LoadReport:
@@ -55,7 +61,9 @@ def open_checkpoint(folder):
     if not os.path.isfile(os.path.join(folder, index.CHECKSUMS)):
         if os.path.isfile(os.path.join(folder, index.STATE)):
             raise FileNotFoundError(f"{folder} has {index.STATE}, but no {index.CHECKSUMS}: it isn't whole")
-        tensors = _headers(folder, "model", _hugging_face_files(folder, files), files)
+        is_adapter = os.path.isfile(os.path.join(folder, index.ADAPTERS))
+        group, paths = ("adapter", [index.ADAPTERS]) if is_adapter else ("model", _hugging_face_files(folder, files))
+        tensors = _headers(folder, group, paths, files)
         return Checkpoint(folder, tensors, {}, read_json(folder, index.CONFIG, files), None)
     sealed = index.open_sealed(
         os.path.join(folder, index.CHECKSUMS), read_file(files, os.path.join(folder, index.CHECKSUMS))
@@ -69,7 +77,8 @@ def open_checkpoint(folder):
         if "pieces" not in entry:
             _check(folder, path, read_file(files, os.path.join(folder, path)), entry["crc32"])
     for group, start in index.GROUPS.items():
-        paths = [path for path, entry in listed.items() if "pieces" in entry and path.startswith(f"{start}-")]
+        starts = f"{start}-", f"{start}."
+        paths = [path for path, entry in listed.items() if "pieces" in entry and path.startswith(starts)]
         tensors |= _headers(folder, group, paths, files, listed)
         for name, of_tensor in ((name, found) for path in paths for name, found in listed[path]["pieces"].items()):
             pieces[group, name] = [(tuple(map(tuple, box)), int(found, 16)) for box, found in of_tensor]
@@ -213,14 +222,12 @@ def _sums(pieces, owned, part, array, counts):
 
 def _compare(checkpoint, everywhere):
     """Raise `ValueError` for the first piece whose checksum isn't that of the list."""
-    totals = {}
-    for sums in everywhere.values():
-        for *key, number, found in sums:
-            place = (*key, number)
-            totals[place] = (totals.get(place, 0) + found) % MODULUS
+    totals = Counter()
+    for *place, found in chain(*everywhere.values()):
+        totals[tuple(place)] += found
     for (*key, number), found in sorted(totals.items()):
         box, expected = checkpoint.pieces[tuple(key)][number]
-        if found != expected:
+        if found % MODULUS != expected:
             raise _damaged(checkpoint, tuple(key), box)
 
 

@@ -175,7 +175,9 @@ def commit(folder, plan, sums, documents, files):
         sums: a dict, rank -> what `write_pieces` returned.
     """
     unfinished, left = folder + INCOMPLETE, {rank: iter(found) for rank, found in sums.items()}
-    documents = dict(documents) | {index.MODEL_INDEX: index.weight_map(plan.files["model"])}
+    documents = dict(documents)
+    if plan.files["model"]:
+        documents[index.MODEL_INDEX] = index.weight_map(plan.files["model"])
     described = {
         file.path: {"bytes": file.nbytes, "crc32": index.crc_of(file.header), "pieces": {}} for file in _files(plan)
     }

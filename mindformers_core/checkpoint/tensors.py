@@ -3,6 +3,7 @@
 import numpy as np
 from mindspore import Parameter, Tensor
 
+from mindformers_core.checkpoint.adapters import adapter_tensor
 from mindformers_core.checkpoint.load import load
 from mindformers_core.checkpoint.parts import Part, Ranks
 from mindformers_core.checkpoint.regions import local_box, shape_of, whole
@@ -17,7 +18,7 @@ def ranks_of(mesh, rank):
 
 
 def model_parts(cells, rank, file_name=lambda path: path):
-    """The `Part`s of the weights, trained or not, of Cells: a dict, `Part` -> Parameter.
+    """The `Part`s of the weights, trained or not, and of adapters, of Cells: a dict, `Part` -> Parameter.
 
     Args:
         cells: after `shard()`, `hsdp()`, or neither. Equal paths in several Cells are one tensor. A Parameter whose
@@ -30,8 +31,22 @@ def model_parts(cells, rank, file_name=lambda path: path):
         for path, parameter in cell.parameters_and_names():
             if getattr(parameter, "persistent", True):
                 parameters.setdefault(path, parameter)
-    return {_part("model", file_name(path), parameter, parameter, rank): parameter for path, parameter in
-            parameters.items()}  # fmt: skip
+    found = {}
+    for path, parameter in parameters.items():
+        group = getattr(parameter, "group", "model")
+        name = adapter_tensor(path, file_name) if group == "adapter" else file_name(path)
+        found[_part(group, name, parameter, parameter, rank)] = parameter
+    return found
+
+
+def parts_of(checkpoint, parts):
+    """Those of `Part`s, a dict as of `model_parts`, that a `Checkpoint` has, or one that is saved, for None.
+
+    Of a model with adapters these are the adapters alone, and the weights beneath, where the checkpoint has none.
+    """
+    if checkpoint is None or checkpoint.has_adapters:
+        return {part: each for part, each in parts.items() if not getattr(each, "is_base", False)}
+    return {part: each for part, each in parts.items() if part.group != "adapter"}
 
 
 def optimizer_parts(optimizer, rank, file_name=lambda path: path):
@@ -42,7 +57,7 @@ def optimizer_parts(optimizer, rank, file_name=lambda path: path):
             isn't known where it lies.
     """
     found = {}
-    for state, placed in _states(optimizer):
+    for state, placed in states_of(optimizer):
         name = state.name
         if placed is not None:
             name = name.removesuffix(placed.name) + file_name(placed.name)
@@ -55,18 +70,20 @@ def optimizer_parts(optimizer, rank, file_name=lambda path: path):
 
 def states_alike(optimizer):
     """Name -> bytes of the Parameters of an optimizer's state that ranks have to have alike, as a number of steps."""
-    return {state.name: state.asnumpy().tobytes() for state, placed in _states(optimizer) if placed is None}
+    return {state.name: state.asnumpy().tobytes() for state, placed in states_of(optimizer) if placed is None}
 
 
-def _states(optimizer):
+def states_of(optimizer):
     """Pairs (Parameter, the trained one that it lies with, or None) of an optimizer's state.
 
-    That are the Parameters that it has besides `parameters`, in attributes, lists and dicts, but its learning rates,
-    which belong to the code. One whose name ends with that of a parameter of its shape, as a moment's, lies with that.
+    That are the Parameters that it and Cells in it have besides `parameters`, in attributes, lists and dicts, but its
+    learning rates, which belong to the code. One whose name ends with that of a parameter of its shape, as a moment's,
+    lies with that.
     """
     trained = {parameter.name: parameter for parameter in optimizer.parameters}
     known = {id(parameter) for parameter in trained.values()}
-    for state in [*optimizer.get_parameters(), *_parameters_in(vars(optimizer))]:
+    listed = (each for _, cell in optimizer.cells_and_names() for each in _parameters_in(vars(cell)))
+    for state in [*optimizer.get_parameters(), *listed]:
         words = state.name.split(".")
         if id(state) in known or words[-1].startswith("learning_rate"):
             continue

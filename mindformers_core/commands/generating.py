@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import mindspore as ms
 
+from mindformers_core.checkpoint.adapters import open_base
 from mindformers_core.checkpoint.load import read_json
 from mindformers_core.checkpoint.slices import FileLayer
 from mindformers_core.checkpoint.tensors import share_weights
@@ -14,8 +15,8 @@ from mindformers_core.serving.generator import Generator
 from mindformers_core.serving.prompts import encode_prompts, tokens_of
 from mindformers_core.serving.sampling import Sampling
 from mindformers_core.tensor_parallel import shard
-from mindformers_core.trainer.cells import shard_settings, stages_of
-from mindformers_core.trainer.checkpoints import fill, open_source, weight_parts
+from mindformers_core.trainer.cells import build_model, shard_settings, stages_of
+from mindformers_core.trainer.checkpoints import fill_weights, open_source
 from mindformers_core.trainer.joining import enter_world
 
 
@@ -44,15 +45,16 @@ def continue_prompts(recipe, mesh, rank, checkpoint, texts, count=64, sampling=N
         most: number of prompts that are continued together.
         tokenizer: as of `tokens_of`.
     """
-    data, model, config = recipe.train_dataset, recipe.model, checkpoint.config or {}
+    source = open_base(checkpoint) or checkpoint  # of which adapters are
+    data, model, config = recipe.train_dataset, recipe.model, source.config or {}
     is_text = not data.factory and not any(path.endswith(".npy") for path in data.data_path)
-    theirs = read_json(checkpoint.folder, "generation_config.json", FileLayer()) or {}
+    theirs = read_json(source.folder, "generation_config.json", FileLayer()) or {}
     stops = theirs.get("eos_token_id", config.get("eos_token_id"))  # None, an id, which may be 0, or several
     keys = ("temperature", "top_p") if theirs.get("do_sample") else ()
     sampling = Sampling(**{key: theirs.get(key) or 1.0 for key in keys} | (sampling or {}))
     vocab_size, longest = (getattr(model, key, None) for key in ("vocab_size", "max_position_embeddings"))
     tokens = tokens_of(
-        tokenizer, checkpoint.folder, is_text and checkpoint.state is not None, vocab_size,
+        tokenizer, source.folder, is_text and checkpoint.state is not None, vocab_size,
         (stops,) if isinstance(stops, int) else stops or (),
     )  # fmt: skip
     prompts = encode_prompts(texts, tokens, count, vocab_size, longest)
@@ -87,8 +89,8 @@ def make_generator(recipe, mesh, rank, batch, length, count, checkpoint):
     pp_ranks, chunks = mesh.group(rank, ("pp",)), sizes.pipeline_parallel_interleave_num
     holders = recipe_schedule(recipe).stage_ranks(len(pp_ranks) * chunks, len(pp_ranks)) if is_part else (0,)
     for stage, part in layers.items():
+        net = build_model(recipe, part).set_train(False)
         with ms.DeviceCtx("meta"):
-            net = recipe.spec.build(recipe.model, part).set_train(False)
             if not hasattr(net, "add_caches"):
                 raise ValueError(
                     f"model.name: {recipe.model_name} can't generate: {type(net).__name__} has no method "
@@ -97,7 +99,7 @@ def make_generator(recipe, mesh, rank, batch, length, count, checkpoint):
             net.add_caches(batch, length + count)
         plan = {"": {"output": layout("None", "None", "None")}} if stage == len(holders) - 1 else None
         cells[stage] = shard(net, stage_mesh, sizes, plan, check_inputs=False, **shard_settings(recipe))
-    fill(checkpoint, weight_parts(recipe, cells, rank), recipe, mesh, rank)
+    fill_weights(checkpoint, cells, recipe, mesh, rank)
     share_weights(cells.values())
     (place,), rows = mesh.coordinate(rank, ("dp",)), batch // mesh.axis_size("dp")
     rows = slice(place * rows, (place + 1) * rows)

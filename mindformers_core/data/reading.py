@@ -15,12 +15,13 @@ from mindformers_core.sharding.sharded_cells import tree_of
 
 def sample_arrays(recipe):
     """The whole arrays of one sample, each (1, …): a tuple of `TensorMeta`s."""
-    if recipe.train_dataset.factory:
+    if recipe.train_dataset.factory or any(source.factory for source in recipe.train_dataset.sources):
         arrays = dataset_of(recipe).batch(0, 1)
         found = tuple(tensor_meta(array.shape, str(array.dtype)) for array in arrays)
     else:
-        found = (tensor_meta((1, recipe.train_dataset.seq_length), "int32"),) * 2
-    if recipe.spec.inputs and len(found) != len(recipe.spec.inputs):
+        count = 3 if recipe.train_dataset.packing == "documents" else 2  # see `Sequences`
+        found = (tensor_meta((1, recipe.train_dataset.seq_length), "int32"),) * count
+    if recipe.spec.inputs and len(found) > len(recipe.spec.inputs):
         raise ValueError(
             f"model.name: the ModelSpec of {recipe.model_name} has the inputs {', '.join(recipe.spec.inputs)}, but the "
             f"dataset gives {len(found)} arrays: name them all"

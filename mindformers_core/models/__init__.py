@@ -6,6 +6,7 @@ The public names import their modules at the first use: configs and layer specs 
 from mindformers_core.lazy_exports import lazy_exports
 
 _EXPORTS = {
+    "adapters": "add_adapters merge_adapters",
     "spec": "LayerRange LayerSpec ModelSpec",
     "configuration": "LlamaConfig",
     "llama": "LlamaForCausalLM LlamaModel",

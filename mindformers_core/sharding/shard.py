@@ -178,7 +178,9 @@ def replace_parameters(cell, placed):
 
 
 def _declared_layouts(cell, mesh, declarations):
-    """Parameter path -> layout, where one is declared."""
+    """Parameter path -> layout, where one is declared; or of a Parameter with dims of its Cell's declared one, as of an
+    adapter: its attribute `cut_like` is the name of that one, and a number of a dim of it, or None, for every dim.
+    """
     declared = {}
     for path, child in cell.cells_and_names():
         weights = declarations[path].weights if path in declarations else {}
@@ -192,6 +194,13 @@ def _declared_layouts(cell, mesh, declarations):
                     f"{where} is declared as {layout}, but it is shared, and elsewhere declared as "
                     f"{declared[id(parameter)]}"
                 )
+    for _, child in cell.cells_and_names():
+        for parameter in parameters_of(child).values():
+            name, dims = getattr(parameter, "cut_like", ("", ()))
+            known = declared.get(id(parameters_of(child).get(name)))
+            if known is not None:
+                cuts = tuple(() if dim is None else known.dims[dim] for dim in dims)
+                declared.setdefault(id(parameter), Layout.on(mesh, cuts))
     return {path: declared[id(p)] for path, p in cell.parameters_and_names() if id(p) in declared}
 
 

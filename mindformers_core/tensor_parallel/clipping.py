@@ -1,5 +1,7 @@
 """Clipping by the global norm (Pascanu et al. 2013) of gradients that lie in slices on a mesh."""
 
+from fnmatch import fnmatchcase
+
 from mindspore import float32, float64, nn, ops
 
 from mindformers_core.communication import communicator
@@ -20,6 +22,7 @@ class ClipByGlobalNorm(nn.Cell):
             norm is that of all of them. All ranks of such a group have to take part. Default: none.
         counted: for every parameter whether the norm counts it here; tied parameters are counted on one rank, once
             (see `PipelineStage.counted`). Default: all.
+        dtype: of the norm of a rank that counts nothing, as other ranks have it. Default: float32.
 
     Inputs:
         A tuple of plain local tensors in the parameters' order, final: replicated over the axes that don't shard their
@@ -29,16 +32,23 @@ class ClipByGlobalNorm(nn.Cell):
         `(gradients, norm)`: a tuple, and the norm before clipping, a float32 scalar that is the same on all ranks.
     """
 
-    def __init__(self, parameters, max_norm, mesh=None, over=(), counted=None):
+    def __init__(self, parameters, max_norm, mesh=None, over=(), counted=None, dtype=float32):
         super().__init__()
-        self.max_norm = max_norm
-        counted = (True,) * len(parameters) if counted is None else counted
+        self.max_norm, self.dtype = max_norm, dtype
+        counted = (True,) * len(parameters) if counted is None else tuple(counted)
+        self._given = tuple(parameters), mesh, over, counted
         pairs = enumerate(zip(parameters, counted, strict=True))
         # MindSpore leaves a sum of no elements unwritten
-        places = grouped((sharding_of(each), place) for place, (each, counts) in pairs if counts and each.size)
-        self.places = tuple(tuple(entry) for entry in places.values())
-        self.sums = nn.CellList([sum_cell(mesh, axes) for mesh, axes in places])
+        places = [place for place, (each, counts) in pairs if counts and each.size]
+        self.places, self.sums = sums_over_parts(parameters, places)
         self.sum_of_all = sum_cell(mesh, tuple(over))
+
+    def of_names(self, patterns):
+        """The same for all gradients, but of which the norm counts those whose parameters' names match a pattern."""
+        parameters, mesh, over, counted = self._given
+        matched = [any(fnmatchcase(each.name, pattern) for pattern in patterns) for each in parameters]
+        counted = [one and other for one, other in zip(matched, counted)]
+        return ClipByGlobalNorm(parameters, 0, mesh, over, counted, self.dtype)
 
     def construct(self, gradients):
         norm = self.norm(gradients)
@@ -46,7 +56,7 @@ class ClipByGlobalNorm(nn.Cell):
 
     def norm(self, gradients):
         """The joint norm; NaN or infinite on all ranks if an element on any of them is."""
-        total = ops.zeros((), float32)  # a tensor where this rank counts nothing, too
+        total = ops.zeros((), self.dtype)  # a tensor where this rank counts nothing, too
         for index, places in enumerate(self.places):
             squares = 0.0
             for place in places:
@@ -73,6 +83,15 @@ class ClipByGlobalNorm(nn.Cell):
 def clip_by_global_norm(gradients, parameters, max_norm, **across_stages):
     """`ClipByGlobalNorm(parameters, max_norm, …)(gradients)`, in PyNative: a compiled function needs the Cell."""
     return ClipByGlobalNorm(parameters, max_norm, **across_stages)(tuple(gradients))
+
+
+def sums_over_parts(parameters, places):
+    """Places of parameters, together where the same axes shard them: tuples, and of each the Cell that sums over these.
+
+    The Cells are a `CellList`.
+    """
+    groups = grouped((sharding_of(parameters[place]), place) for place in places)
+    return tuple(map(tuple, groups.values())), nn.CellList([sum_cell(mesh, axes) for mesh, axes in groups])
 
 
 def sum_cell(mesh, axes):

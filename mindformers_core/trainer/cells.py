@@ -1,13 +1,18 @@
 """The recipe's model on a rank, whole or as stages of a pipeline, and its loss scale."""
 
+import fnmatch
+
 import mindspore as ms
 
+from mindformers_core.hints import any_layer, first_of, nearest
+from mindformers_core.models.adapters import adapted_layers, add_adapters
 from mindformers_core.program.structure import call_signature
 from mindformers_core.recipe.checks import recipe_device_model
 from mindformers_core.recipe.pipeline import layers_of_rank
 from mindformers_core.recipe.sections import batch_plan, dataset_layouts
 from mindformers_core.recipe.zero import zero_settings
 from mindformers_core.recompute import recompute, swap
+from mindformers_core.scopes import errors_at
 from mindformers_core.tensor_parallel import shard
 from mindformers_core.zero import hsdp, tie_shards
 from mindformers_core.zero.loss_scale import LossScale
@@ -24,14 +29,58 @@ def build_cells(recipe, mesh, rank):
     zero, cells = zero_settings(recipe, mesh), {}
     layers, mesh, is_part = stages_of(recipe, mesh, rank)
     for stage, part in layers.items():
-        with ms.DeviceCtx("meta"):
-            net = recipe.spec.build(recipe.model, part).set_train()
+        net = build_model(recipe, part).set_train()
+        for path, parameter in net.parameters_and_names():
+            if recipe.optimizer.placed(path, len(parameter.shape)).frozen:
+                parameter.requires_grad = False  # before shard() and hsdp(), which ask for it
         shard(net, mesh, recipe.parallelism, inputs=_arriving(recipe, net, stage), **shard_settings(recipe))
         cells[stage] = swap(recompute(net, recipe.recompute, is_part=is_part), recipe.swap, is_part=is_part)
     for net in cells.values():
         hsdp(net, **zero)
     tie_shards(list(cells.values()), recipe.spec.tied(recipe.model))
     return cells
+
+
+def build_model(recipe, part=None):
+    """The recipe's model with its adapters, or the stage of it with the layers `part`, on the meta device.
+
+    Raises:
+        ValueError: a pattern of `adapters.patterns` matches no layer of the whole model.
+    """
+    section = recipe.adapters
+    with ms.DeviceCtx("meta"):
+        net = recipe.spec.build(recipe.model, part)
+        whole = recipe.spec.build(recipe.model) if section.rank and part is not None else net
+    if section.rank:
+        own = {path for path, _ in net.cells_and_names()}
+        with errors_at("adapters.patterns: ", f": {section.page}"):
+            paths = [path for path in adapted_layers(whole, section.patterns) if path in own]
+            add_adapters(net, section.rank, paths, section.alpha, section.dropout)
+    return net
+
+
+def check_patterns(recipe):
+    """Raise `ValueError` for a pattern of a recipe that matches no parameter of the whole model, with its key."""
+    keys = {"monitor.gradient_norms": recipe.monitor.gradient_norms}
+    keys |= {
+        f"optimizer.groups[{index}].parameters": each.parameters for index, each in enumerate(recipe.optimizer.groups)
+    }
+    if not any(keys.values()):
+        return
+    names = [path for path, _ in build_model(recipe).parameters_and_names()]
+    for key, patterns in keys.items():
+        for place, pattern in enumerate(patterns):
+            if not fnmatch.filter(names, pattern):
+                known = list(dict.fromkeys(map(any_layer, names)))
+                hint = nearest(pattern, known) or f": they are {first_of(known)}"
+                raise ValueError(f"{key}[{place}]: '{pattern}' matches no parameter{hint}")
+
+
+def placed_of(recipe, cells):
+    """A dict, name -> `Placed`, of the parameters of a rank's stages that are trained, or that a group freezes."""
+    named = {path: each for net in cells.values() for path, each in net.parameters_and_names()}
+    placed = {path: recipe.optimizer.placed(path, len(each.global_shape)) for path, each in named.items()}
+    return {path: each for path, each in placed.items() if each.frozen or named[path].requires_grad}
 
 
 def _arriving(recipe, net, stage):

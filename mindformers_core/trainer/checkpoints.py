@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import mindspore as ms
 
+from mindformers_core.checkpoint.adapters import merge, open_base, read_config
 from mindformers_core.checkpoint.checkpointer import Checkpointer
 from mindformers_core.checkpoint.folders import find_checkpoint, newest_checkpoint, step_folder
 from mindformers_core.checkpoint.hugging_face import check_config, config_document, ignored_tensors, tensor_name
@@ -12,12 +13,12 @@ from mindformers_core.checkpoint.index import CONFIG, encode_json
 from mindformers_core.checkpoint.load import open_checkpoint
 from mindformers_core.checkpoint.mindspore_files import read_ckpt, write_ckpt
 from mindformers_core.checkpoint.save import SaveError
-from mindformers_core.checkpoint.tensors import load_parameters, model_parts, ranks_of
+from mindformers_core.checkpoint.tensors import load_parameters, model_parts, parts_of, ranks_of
 from mindformers_core.hints import first_of
 from mindformers_core.recipe.loader import recipe_to_dict
 from mindformers_core.scopes import errors_at
 
-_LENGTH, _FOLDER = "train_dataset.seq_length", "training.output_dir"
+_FOLDER = "training.output_dir"
 
 
 def going_on(recipe):
@@ -41,7 +42,17 @@ def open_source(recipe):
         if checkpoint.config is not None:
             where = os.path.join(checkpoint.folder, CONFIG)
             check_config(recipe.spec, recipe.model_name, recipe.model, checkpoint.config, where)
+        _check_adapters(recipe.adapters, checkpoint)
     return checkpoint
+
+
+def _check_adapters(section, checkpoint):
+    """Raise `ValueError` where the adapters of a `Checkpoint` aren't those of a recipe's section."""
+    found = read_config(checkpoint)
+    own = {"rank": section.rank, "alpha": section.rank if section.alpha is None else section.alpha}
+    for key, theirs in {"rank": found["r"], "alpha": found["lora_alpha"]}.items() if found else ():
+        if own[key] != theirs:
+            raise ValueError(f"{checkpoint.folder} has adapters with {key} {theirs}: take adapters.{key}={theirs}")
 
 
 def resume(job, checkpoint):
@@ -51,24 +62,23 @@ def resume(job, checkpoint):
         ValueError: on all ranks: tensors that differ from the model's, a damaged file, another seed or length of
             sequences, or no step is left.
     """
-    recipe, job.loaded_config = job.recipe, checkpoint.config
-    state = None if recipe.checkpoint.no_load_optim else checkpoint.state
+    recipe, checkpointer, job.loaded_config = job.recipe, job.checkpointer, checkpoint.config
+    state = None if recipe.checkpoint.no_load_optim else checkpointer.state_of(checkpoint)
     if state:
-        saved, seed = state["recipe"]["train_dataset"], state["seed"]
-        for key, own, other in (
-            ("training.seed", recipe.training.seed, seed),
-            ("train_dataset.seed", recipe.data_seed, seed if saved.get("seed") is None else saved["seed"]),
-            (_LENGTH, recipe.train_dataset.seq_length, saved["seq_length"]),
-        ):
-            if own != other:
-                raise ValueError(
-                    f"{key}: {own}, but the run of {checkpoint.folder} has {other}, and its data and draws go on: take "
-                    "that, or checkpoint.no_load_optim=true, which begins anew"
-                )
-    fill(checkpoint, job.checkpointer.parts(bool(state)), recipe, job.mesh, job.rank, converts=not state)
+        if recipe.training.seed != state["seed"]:
+            raise ValueError(
+                f"training.seed: {recipe.training.seed}, but the run of {checkpoint.folder} has {state['seed']}, and "
+                "its draws go on: take that, or checkpoint.no_load_optim=true, which begins anew"
+            )
+        goes_on = recipe.train_dataset.on_change == "go_on"
+        with errors_at(f"train_dataset: {checkpoint.folder}: "):
+            job.dataset = job.dataset.resumed(state.get("data", {"facts": {}}), state["consumed"], goes_on)
+    for source in checkpointer.sources(checkpoint):
+        is_whole = bool(state) and source is checkpoint
+        fill(source, checkpointer.parts(is_whole, source), recipe, job.mesh, job.rank, converts=not is_whole)
     if state:
         job.step, job.consumed = job.checkpointer.restore(state), state["consumed"]
-        job.skipped = state.get("skipped", 0)
+        job.skipped, job.skipped_in_a_row = (state.get(name, 0) for name in ("skipped", "skipped_in_a_row"))
         if job.loss_scale and state["loss_scale"]:
             job.loss_scale.restore(state["loss_scale"])
     if job.rank == 0:
@@ -91,9 +101,11 @@ def fill(checkpoint, parts, recipe, mesh, rank, converts=True):
         load_parameters(checkpoint, parts, ranks_of(mesh, rank), converts, ignored)
 
 
-def weight_parts(recipe, cells, rank):
-    """The `Part`s of the weights of a rank's stages, a dict, `Part` -> Parameter."""
-    return model_parts(cells.values(), rank, tensor_name(recipe.spec))
+def fill_weights(checkpoint, cells, recipe, mesh, rank):
+    """Fill the weights of a rank's stages, and their adapters, with those of a `Checkpoint`, as `fill`."""
+    parts, base = model_parts(cells.values(), rank, tensor_name(recipe.spec)), open_base(checkpoint)
+    for source in filter(None, (base, checkpoint)):
+        fill(source, parts_of(source, parts), recipe, mesh, rank)
 
 
 def checkpointer_of(recipe, mesh, cells, optimizer):
@@ -132,8 +144,10 @@ def save_job(job):
     state = {
         "consumed": job.consumed,
         "seed": recipe.training.seed,
+        "data": job.dataset.state(),
         "loss_scale": job.loss_scale and job.loss_scale.state(),
         "skipped": job.skipped,
+        "skipped_in_a_row": job.skipped_in_a_row,
         "recipe": recipe_to_dict(recipe),
     }
     try:
@@ -160,6 +174,7 @@ def save_job(job):
 
 def convert(source, target, recipe=None):
     """Convert a checkpoint into a file of MindSpore's, `*.ckpt`, or such a file into a checkpoint: a line about it.
+    Between two folders: merge adapters with their base, see `merge`.
 
     Args:
         source: a `.ckpt` file; or as of `find_checkpoint`.
@@ -171,10 +186,12 @@ def convert(source, target, recipe=None):
             from the model's.
         OSError: a file can't be read or written.
     """
-    if source.endswith(".ckpt") == target.endswith(".ckpt"):
-        raise ValueError(f"one of '{source}' and '{target}' must be a folder, and the other one a .ckpt file")
     if os.path.exists(target):
         raise ValueError(f"'{target}' exists already")
+    if not (source.endswith(".ckpt") or target.endswith(".ckpt")):
+        return merge(source, target)
+    if source.endswith(".ckpt") == target.endswith(".ckpt"):
+        raise ValueError(f"one of '{source}' and '{target}' must be a folder")
     names, parts, config = {}, None, None
     if recipe is not None:
         with ms.DeviceCtx("meta"):
@@ -190,6 +207,8 @@ def convert(source, target, recipe=None):
 
     if target.endswith(".ckpt"):
         checkpoint = open_checkpoint(find_checkpoint(source))
+        if checkpoint.has_adapters:
+            raise ValueError(f"{checkpoint.folder} has adapters alone: convert it to a folder first, which merges them")
         if config is not None:
             config(checkpoint.config, os.path.join(checkpoint.folder, CONFIG))
         return f"{target}: {write_ckpt(checkpoint, target, names)} tensors"

@@ -4,14 +4,17 @@ One stage is no pipeline of one: `value_and_grad` reduces gradients while the ba
 whole one then; a stage, whose micro-batches may overlap, holds all of a pass, which at ZeRO 2 and 3 is more memory.
 """
 
+import mindspore as ms
+
 from mindformers_core.data.reading import micro_batch
+from mindformers_core.dtypes import dtype_name
 from mindformers_core.operators.signature import tensor_meta
-from mindformers_core.passes.stage_function import own_class
 from mindformers_core.pipeline import PipelineScheduleMulti, PipelineStage
 from mindformers_core.recipe.pipeline import recipe_schedule
 from mindformers_core.recipe.sections import batch_plan
 from mindformers_core.sharding.inspecting import programs
 from mindformers_core.sharding.parameter_storage import computing_dtype
+from mindformers_core.sharding.sharded_cells import own_class
 from mindformers_core.zero import value_and_grad
 
 
@@ -61,23 +64,25 @@ def pipeline_passes(recipe, mesh, cells, loss_scale):
     plan = batch_plan(recipe, mesh.axis_size("dp"))
     schedule = kind(stages if several else stages[0], plan.micro_batches, share_outputs=True)
     inputs = {index: _computed(micro_batch(recipe, net, index)) for index, net in cells.items()}
-    given = {index: ((first,), dict(zip(names, others, strict=True))) for index, (first, *others) in inputs.items()}
+    given = {index: ((first,), dict(zip(names, others))) for index, (first, *others) in inputs.items()}
     schedule.meet().make_programs(schedule.table, given)
 
     def run(arrays):
         for stage in stages:
             stage.zero_gradients()
-        losses = [schedule.run(first, **dict(zip(names, others, strict=True))) for first, *others in zip(*arrays)]
+        losses = [schedule.run(first, **dict(zip(names, others))) for first, *others in zip(*arrays)]
         gradients = _once_each(stages, "gradients")
         gradients = gradients if loss_scale is None else loss_scale.unscale(gradients)
         return [*map(_several, losses)], gradients
 
     def forward(batches):
-        batches = [((first,), dict(zip(names, others, strict=True))) for first, *others in batches]
+        batches = [((first,), dict(zip(names, others))) for first, *others in batches]
         return _several(schedule.run_microbatches(batches, training=False))
 
     counted = _once_each(stages, "counted")
-    clipping = {"mesh": mesh, "over": ("pp",), "counted": counted}
+    dtypes = {dtype_name(parameter.dtype) for net in cells.values() for parameter in net.get_parameters()}
+    dtype = ms.float64 if "float64" in dtypes else ms.float32  # a stage may train nothing
+    clipping = {"mesh": mesh, "over": ("pp",), "counted": counted, "dtype": dtype}
     return _once_each(stages, "parameters"), run, clipping, forward
 
 
