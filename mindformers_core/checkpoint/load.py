@@ -72,11 +72,11 @@ def open_checkpoint(folder):
         return replace(found, adapters=adapters)
     with errors_at(f"{where}, base_model_name_or_path: ", kinds=(OSError, ValueError)):
         below = _open(find_checkpoint(base))
-    tensors, pieces = (
-        {key: each for key, each in of.items() if key[0] == "model"} for of in (below.tensors, below.pieces)
+    of_model = [{key: each for key, each in of.items() if key[0] == "model"} for of in (below.tensors, below.pieces)]
+    tensors, pieces = of_model[0] | found.tensors, of_model[1] | found.pieces
+    return replace(
+        found, tensors=tensors, pieces=pieces, adapters=adapters, config=found.config or below.config, base=below.folder
     )
-    tensors, pieces, config = tensors | found.tensors, pieces | found.pieces, found.config or below.config
-    return Checkpoint(found.folder, tensors, pieces, config, found.state, adapters, below.folder)
 
 
 def _open(folder):
