@@ -44,6 +44,12 @@ def listed(texts, most, separator="; "):
     return separator.join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")
 
 
+def check_loss(loss, where):
+    """Raise `ValueError` unless `loss` is the name of a form: `"mean"`, or `"sum"`, with a number of labels."""
+    if loss not in ("mean", "sum"):
+        raise ValueError(f'{where}(loss={loss!r}): should be "mean" or "sum"')
+
+
 def install_hint(extra):
     """How to install the packages of one of our extras; the package itself is in no index."""
     return f"pip install -e '{Path(__file__).parents[1]}[{extra}]'"

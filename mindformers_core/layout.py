@@ -103,11 +103,12 @@ class Layout(Immutable):
             lie whole on each rank: of `(4, "dp")`, a rank holds its part of each quarter. None stands at the end.
         axes: the same, without the numbers.
         cut_axes: the set of all of these.
+        placed_axes: the set of these and of the partial axes.
         partial: pairs `(axis, op)`, in mesh order.
         varying: axes marked varying, in mesh order.
     """
 
-    __slots__ = ("mesh", "dims", "partial", "varying", "axes", "cut_axes", "_hash")
+    __slots__ = ("mesh", "dims", "partial", "varying", "axes", "cut_axes", "placed_axes", "_hash")
 
     def __new__(cls, device_matrix, alias_name, rank_list=None):
         return cls.on(DeviceMesh(device_matrix, alias_name, rank_list))
@@ -258,8 +259,7 @@ def bind_layout(declared, mesh, ndim=None, arriving=None, name="tensor"):
             raise ValueError(f"{name}: layout {declared!r} is on another mesh than {mesh!r}")
         if ndim is not None and declared.ndim > ndim:
             raise ValueError(f"{name}: layout {declared} has {declared.ndim} entries, but the tensor has {ndim} dims")
-        missing = 0 if ndim is None else ndim - declared.ndim
-        return declared.replace(dims=declared.dims + ((),) * missing) if missing else declared
+        return declared if ndim is None else declared.replace(dims=declared.dims + ((),) * (ndim - declared.ndim))
     if isinstance(declared, LayoutSpec):
         if mesh is None:
             raise ValueError(f"{name}: layout {declared} is on no mesh yet; give the mesh to bind it to")
@@ -288,7 +288,8 @@ def _make_layout(mesh, dims, partial, varying):
     partial = tuple(sorted(((a, op) for a, op in partial if a in big), key=lambda pair: order(pair[0])))
     varying = tuple(sorted((axis for axis in varying if axis in big), key=order))
     parts, axes = (mesh, dims, partial, varying), tuple(map(axes_in, dims))
-    for name, value in zip(Layout.__slots__, (*parts, axes, frozenset().union(*axes), hash(parts)), strict=True):
+    cut = frozenset().union(*axes)
+    for name, value in zip(Layout.__slots__, (*parts, axes, cut, cut.union(dict(partial)), hash(parts)), strict=True):
         object.__setattr__(self, name, value)
     return self
 
@@ -305,26 +306,18 @@ def _clean_entry(entry):
 
 def _resolve_axes(entry, mesh):
     """Axis names of an entry; a str that is no axis is split into axis names joined by `_`."""
-    if isinstance(entry, tuple):
-        mesh.check_axes(entry)
-        return entry
-    if entry in mesh.axis_names:
-        return (entry,)
-    split = _split_joined(entry, mesh.axis_names)
-    if split is None:
-        mesh.check_axes((entry,))
-    return split
+    axes = entry if isinstance(entry, tuple) else _split_joined(entry, mesh.axis_names) or (entry,)
+    mesh.check_axes(axes)
+    return axes
 
 
 def _split_joined(joined, names):
-    for name in names:
-        if joined == name:
-            return (name,)
-        if joined.startswith(name + "_"):
-            rest = _split_joined(joined[len(name) + 1 :], names)
-            if rest is not None:
-                return (name, *rest)
-    return None
+    """The axis names that a str is, one or several joined by `_`; none where it is made of something else."""
+    if joined in names:
+        return (joined,)
+    heads = [name for name in names if joined.startswith(f"{name}_")]
+    tails = ((name, _split_joined(joined[len(name) + 1 :], names)) for name in heads)
+    return next(((name, *tail) for name, tail in tails if tail), ())
 
 
 def _from_mindspore(declared):

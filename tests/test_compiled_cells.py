@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn, ops
 from support.nightly import daily
+from support.recomputed_models import INPUTS, llama, sharded, without
 from support.small_cells import cell_of
-from test_recompute_gradients import INPUTS, llama, sharded, without
 
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.recompute import recompute

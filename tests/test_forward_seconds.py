@@ -122,7 +122,7 @@ def test_what_an_algorithm_sends():
     with pytest.raises(ValueError, match=r"Softmax .* algorithm 'softmax' over tp: pass algorithm=, "):
         forward_seconds(place)
     step = SimpleNamespace(forward=("all_reduce", 16), backward=("identity", 0), axes=("tp",), group_size=2, whole=16)
-    node = SimpleNamespace(operator="Redistribute", args=(), kwargs={}, outputs=())
+    node = SimpleNamespace(operator="Redistribute", taken=(), made=())
     graph = SimpleNamespace(arguments={}, constants=(), nodes=[node], result=())
     counted = forward_seconds(priced_by(COUNTING, place), lambda plan: (graph, [[step]]))
     assert counted == 5 * 4 * 3 + 16

@@ -7,7 +7,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor
-from test_recompute_gradients import equal, llama, sharded, steps_of, without
+from support.recomputed_models import equal, llama, sharded, steps_of, without
 
 from mindformers_core.recompute import host_copies, swap
 from mindformers_core.recompute.host_copies import to_device, to_host

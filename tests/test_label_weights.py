@@ -10,14 +10,19 @@ from mindspore import Tensor, nn, ops
 from support.small_pipelines import Scale, array, pipeline
 
 from mindformers_core.commands.diffing import run_simulated
+from mindformers_core.communication.simulated import SimulatedRanks
 from mindformers_core.communication.world import process_state
+from mindformers_core.mesh import DeviceMesh
 from mindformers_core.models.llama import LlamaForCausalLM
+from mindformers_core.models.spec import ModelSpec
 from mindformers_core.passes.label_counts import label_count
+from mindformers_core.passes.thread_tape import custom_gradients
 from mindformers_core.pipeline import ScheduleLoopedBFS, ScheduleZBV
 from mindformers_core.program.observer import Observer
 from mindformers_core.recipe.loader import recipe_from_dict
 from mindformers_core.recipe.sections import Precision
 from mindformers_core.sharding.initialize import materialize
+from mindformers_core.tensor_parallel.layers import VocabParallelCrossEntropy
 from mindformers_core.zero import hsdp, value_and_grad
 
 SAMPLES, LENGTH, VOCAB = 16, 6, 24
@@ -174,17 +179,50 @@ def test_uneven_micro_batches_of_a_pipeline(kind, compiled):
     assert (number.item(), total.shape) == (2, ())
 
 
+class Counts(nn.Cell):
+    """Returns a sum and a number of labels."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = Scale(0)
+
+    def construct(self, x, target):
+        return counted_squares(self.scale(x), target)
+
+
+@pytest.mark.parametrize("level", [None, "level1", "level2", "level3"])
+def test_ranks_with_batches_of_their_own_weigh_by_labels(level):
+    """Plain Cells in two micro-steps: of the labels of rank 0 nine count and then none, of rank 1 none and then one."""
+    ms.runtime.launch_blocking()
+    x, counts = array(36, 4), np.repeat([1, 0, 1, 0], [9, 18, 1, 8]).astype(np.float32)
+    start = Counts()
+    values = {path: parameter.asnumpy() for path, parameter in start.parameters_and_names()}
+    mean = ms.value_and_grad(lambda *given: ops.div(*start(*given)), None, start.trainable_params())
+    _, true = mean(Tensor(x), Tensor(counts))
+    expected = dict(zip(values, (each.asnumpy() for each in true), strict=True))
+
+    def work(rank):
+        net = Counts()
+        for path, parameter in net.parameters_and_names():
+            parameter.set_data(Tensor(values[path]))
+        sizes = {"shard_size": 2, "optimizer_level": level, "threshold": 0} if level else {"shard_size": 1}
+        hsdp(net, mesh=DeviceMesh((2,), ("dp",)), accumulate_grad_step=2, **sizes)
+        gradient_of = value_and_grad(net, loss="sum")
+        for step in range(2):
+            rows = slice(9 * rank + 18 * step, 9 * rank + 18 * step + 9)
+            _, gradients = gradient_of(Tensor(x[rows]), Tensor(counts[rows]))
+        return [(parameter, each.asnumpy()) for parameter, each in zip(net.trainable_params(), gradients, strict=True)]
+
+    with custom_gradients():
+        for rank, found in enumerate(SimulatedRanks(2).run(work)):
+            for parameter, gradient in found:
+                mine = parameter.layout.local_slices(parameter.global_shape, rank)
+                np.testing.assert_allclose(gradient, expected[parameter.name][mine], 1e-5, 1e-7)
+
+
 @pytest.mark.usefixtures("one_rank")
 def test_gradients_of_plain_cells_weigh_by_labels():
     """Under `hsdp()`: two micro-steps, and one of labels none of which count."""
-
-    class Counts(nn.Cell):
-        def __init__(self):
-            super().__init__()
-            self.scale = Scale(0)
-
-        def construct(self, x, target):
-            return counted_squares(self.scale(x), target)
 
     x, counts = array(6, 4), np.array([1, 0, 1, 0, 0, 0], np.float32)
     net = Counts()
@@ -200,6 +238,11 @@ def test_gradients_of_plain_cells_weigh_by_labels():
         gradient_of(Tensor(x))
     with pytest.raises(ValueError, match=r"an integer, .* it gave float32 \[\], float32 \[\]"):
         label_count((Tensor(1.0), Tensor(0.5)), "Net")
-    for make in (lambda: value_and_grad(net, loss="total"), lambda: pipeline([Scale(0)], loss="total")):
+    for make in (
+        lambda: value_and_grad(net, loss="total"),
+        lambda: pipeline([Scale(0)], loss="total"),
+        lambda: VocabParallelCrossEntropy(loss="total"),
+        lambda: ModelSpec(Scale, object, loss="total"),
+    ):
         with pytest.raises(ValueError, match=r'loss=.total.\): should be "mean" or "sum"'):
             make()

@@ -16,7 +16,8 @@ from support.verified_calls import operators_of
 from test_operators_as_written import SAMPLES, WITHOUT_KERNEL
 
 from mindformers_core.lowering.operator_source import operator_source
-from mindformers_core.operators import registered_operators, tensor_meta
+from mindformers_core.operators import tensor_meta
+from mindformers_core.operators.registry import registered_operators
 from mindformers_core.operators.words import WORDS
 from mindformers_core.program.structure import DType
 

@@ -175,7 +175,7 @@ def on_ranks(call, signature, resolution, args, named, locals_, tensors):
         outputs = zip(resolution.outputs, signature.outputs)
         shapes = [layout.local_shape(shape_of(signature, dims)) for layout, dims in outputs]
         args, named = signature.local.localize((*args, *named.values()), shapes), {}
-    special = [factor for factor in signature.distributed if resolution.axes_of.get(factor)]
+    special = [factor for factor in signature.distributed if resolution.choice.axes_of.get(factor)]
     for factor in special:
         locals_ = [
             widened(local, tensor, layout, dims, factor, factor in signature.reduced)
@@ -205,7 +205,7 @@ def narrowed(outputs, signature, resolution, factor, rank):
     kept = []
     for output, dims in zip(outputs, signature.outputs):
         if (factor,) in dims:
-            dim, axes = dims.index((factor,)), resolution.axes_of[factor]
+            dim, axes = dims.index((factor,)), resolution.choice.axes_of[factor]
             output = np.split(output, MESH.axis_size(*axes), dim)[MESH.group_index(rank, axes)]
         kept.append(output)
     return tuple(kept)

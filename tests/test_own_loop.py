@@ -1,5 +1,6 @@
 """docs/own_loop.md: a loop of one's own has one card's curve on any mesh, and goes on where another mesh stopped."""
 
+import re
 import sys
 
 import numpy as np
@@ -42,7 +43,9 @@ def test_the_page_shows_the_example():
     code = (ROOT / "examples" / "own_loop.py").read_text(encoding="utf-8")
     shown = code[code.index("def train(") : code.index("\n\n\nif __name__")]
     assert f"```python\n{shown}\n```" in page
-    assert len([line for line in code.splitlines() if line.strip()]) <= 75
+    documents = {"", *re.search(r'""".*?"""', code, re.S)[0].splitlines()}
+    lines = [line.strip() for line in code.splitlines() if line not in documents]
+    assert len([line for line in lines if not line.startswith('"""')]) <= 60
 
 
 class Counter(nn.Cell):

@@ -5,12 +5,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from mindspore import Parameter, Tensor, ops
+from mindspore import Parameter, Tensor, nn, ops
 from models import TINY_LLAMA
 from support.nightly import daily
+from support.recomputed_models import INPUTS, Net, llama, sharded
 from support.saved_tensors import saved_activations, saved_bytes
 from support.small_cells import cell_of
-from test_recompute_gradients import INPUTS, Net, llama, sharded
 
 from mindformers_core.analysis.forward_trace import Memory
 from mindformers_core.analysis.prediction import Prediction
@@ -19,17 +19,15 @@ from mindformers_core.capture.algorithm_graph import algorithm_of
 from mindformers_core.communication import init_distributed, shutdown
 from mindformers_core.explaining.report import make_report
 from mindformers_core.hints import bytes_shown
-from mindformers_core.mesh import DeviceMesh, init_device_mesh
+from mindformers_core.mesh import init_device_mesh
 from mindformers_core.models import LlamaConfig, LlamaForCausalLM
 from mindformers_core.operators import tensor_meta
 from mindformers_core.program.operator_names import operator_texts
 from mindformers_core.program.plan import called_cells
-from mindformers_core.recipe.sections import MESH_AXES
 from mindformers_core.recompute import list_operators, recompute, swap, write_curve
 from mindformers_core.recompute.explained import bytes_not_kept, keepers_by_key
 from mindformers_core.sharding.sharded_cells import tree_of
 from mindformers_core.tensor_parallel import explain, prepare, programs, shard
-from mindformers_core.trainer.records import report_activations
 from mindformers_core.zero import hsdp, value_and_grad
 
 IDS = tensor_meta((2, 8), "int32")
@@ -245,26 +243,6 @@ def test_the_picture_of_a_budget(tmp_path):
     assert "  model.layers.0-2.mlp.SiLU " in said
 
 
-def test_every_stage_has_its_picture(tmp_path, capsys):
-    """From the first rank that has it, and from no other."""
-    net = recompute(sharded(llama), budget=0.6)
-    prepare(net, *INPUTS[llama]())
-    mesh = DeviceMesh((2, 1, 1, 2), MESH_AXES)
-    for pipeline, budget in ((2, 0.6), (1, 0.6), (2, None)):
-        recipe = SimpleNamespace(
-            recompute=SimpleNamespace(budget=budget),
-            parallelism=SimpleNamespace(pipeline_parallel=pipeline),
-            training=SimpleNamespace(output_dir=str(tmp_path)),
-        )
-        for rank in range(4) if pipeline == 2 else (0,):
-            report_activations(recipe, mesh, rank, {rank // 2: net, 2 + rank // 2: net} if pipeline == 2 else {0: net})
-    stages = [f"recompute_curve_stage_{stage}.svg" for stage in range(4)]
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["recompute_curve.svg", *stages])
-    said = capsys.readouterr().out
-    assert re.findall(r"^(.*)recompute, budget 0.6: ", said, re.M) == [f"stage {s}: " for s in (0, 2, 1, 3)] + [""]
-    assert re.findall(r"what memory costs: .*/(.*)", said)[0] == stages[0]
-
-
 def test_a_copy_counts_for_who_makes_the_view():
     """A product of a view keeps one."""
     weight = Parameter(Tensor(np.ones((4, 4), np.float32)))
@@ -295,3 +273,52 @@ def test_a_copy_counts_also_behind_a_move_that_does_nothing():
     links = SimpleNamespace(producers={(0,): (), (1,): ((0,),), (2,): ((1,),)}, nbytes={(0,): 8, (1,): 8, (2,): 4})
     before, after = [Memory((2,), 0, 8), Memory((2,), 1, 5)], [Memory((2,), 1, 5)]
     assert bytes_not_kept(links, {(0,)}, before, after) == {(0,): 8, (2,): 0}
+
+
+def test_each_program_is_explained_as_it_is():
+    net, inputs = recompute(sharded(Net), budget=0.95), INPUTS[Net]()
+    net(*inputs)
+    training = explain(net)
+    net.set_train(False)
+    net(*inputs)
+    assert explain(net) != training
+    net.set_train(True)
+    net(*inputs)
+    assert explain(net) == training
+
+
+def test_operators_are_listed_with_and_without_recompute():
+    inputs = INPUTS[llama]()
+    plain, chosen = (list_operators(net, *inputs) for net in (sharded(llama), recompute(sharded(llama), full=True)))
+    assert str(plain) == str(chosen)
+    assert sum(entry.saved_bytes for entry in plain) > 0
+    assert plain[0].name == "model.embed_tokens.Gather"
+    (weights,) = [entry for entry in plain if entry.name == "model.layers.1.self_attn.core_attention.weights"]
+    assert "Softmax" in weights.others and weights.saved_bytes > 0
+    attention, mlp, layer = (
+        next(entry for entry in plain.cells if entry.name == f"model.layers.1{part}")
+        for part in (".self_attn", ".mlp", "")
+    )
+    assert (attention.operator, layer.operator) == ("LlamaAttention", "LlamaDecoderLayer")
+    assert weights.saved_bytes < attention.saved_bytes < layer.saved_bytes - mlp.saved_bytes
+    assert "model.layers.1.self_attn.core_attention.weights" in str(plain) and "LlamaAttention" in str(plain)
+    with pytest.raises(TypeError, match="Dense isn't sharded: call shard"):
+        list_operators(nn.Dense(2, 2))
+
+
+def test_operators_are_listed_where_a_pattern_is_wrong():
+    """It is what one calls then; and the wrong pattern is an error still."""
+    inputs = INPUTS[llama]()
+    net = recompute(sharded(llama), select="*.softmx")
+    listed = list_operators(net, *inputs)
+    assert str(listed) == str(list_operators(sharded(llama), *inputs))
+    with pytest.raises(ValueError, match="'\\*.softmx' matches no Cell or operator"):
+        net(*inputs)
+    assert str(list_operators(net, *inputs)) == str(listed)
+
+
+def test_a_budget_leaves_alone_what_is_swapped():
+    net, inputs = swap(recompute(sharded(llama), budget=0.6), op_swap={"*.mlp": True}), INPUTS[llama]()
+    net(*inputs)
+    kinds = {keeper.name for keeper in keepers_by_key(programs(net)[-1].plan).values()}
+    assert "recomputed" in kinds and len(kinds) > 1

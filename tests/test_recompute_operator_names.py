@@ -6,14 +6,15 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
 from support.captured_models import MODELS, small_llama
+from support.pattern_programs import select
 from support.planned_models import planned
 from support.small_cells import Doubled, cell_of
-from test_recompute_patterns import select
 
 from mindformers_core.layout import layout
 from mindformers_core.mesh import DeviceMesh, init_device_mesh
 from mindformers_core.program.operator_names import friendly_name, operator_names, operator_texts, plain_name
 from mindformers_core.program.plan import CellPlan, OperatorPlan, Redistribution, called_cells, operators_in_order
+from mindformers_core.redistribution.steps import STEP_KINDS
 from mindformers_core.sharding.sharded_cells import tree_of
 from mindformers_core.tensor_parallel import shard
 
@@ -166,7 +167,7 @@ def test_redistributions():
 
 
 def move(*steps):
-    kinds = tuple(SimpleNamespace(kind=kind, op=op) for kind, op in steps)
+    kinds = tuple(SimpleNamespace(forward=(STEP_KINDS[kind].runs(op)[0], 0)) for kind, op in steps)
     return Redistribution(None, None, None, kinds, "", True)
 
 

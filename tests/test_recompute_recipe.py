@@ -1,12 +1,23 @@
-"""Settings of recompute and swap, in Python and in recipes: every form that is taken."""
+"""Settings of recompute and swap, in Python and in recipes: every form that is taken; docs/recompute.md."""
 
 import dataclasses
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
+from support.launch import ROOT
+from support.recomputed_models import INPUTS, llama, sharded
 from test_recipe import CONFIGS, TINY
 
+from mindformers_core.commands.dry_run import dry_run
+from mindformers_core.communication import shutdown
+from mindformers_core.mesh import DeviceMesh
 from mindformers_core.recipe.loader import load_recipe, recipe_to_yaml
+from mindformers_core.recipe.sections import MESH_AXES
+from mindformers_core.recompute import recompute
 from mindformers_core.recompute.settings import (
     DEFAULT_OP_SWAP,
     LayerSwap,
@@ -14,6 +25,12 @@ from mindformers_core.recompute.settings import (
     RecomputeSettings,
     SwapSettings,
 )
+from mindformers_core.tensor_parallel import prepare
+from mindformers_core.trainer.records import report_activations
+
+sys.path.insert(0, str(ROOT / "docs"))
+from make_recompute import IMAGES, PAGE, blocks  # noqa: E402
+from page_blocks import filled  # noqa: E402
 
 
 def swap_settings(recipe):
@@ -53,8 +70,6 @@ RECOMPUTE = [  # YAML, and what it means
         RecomputeSettings((0,), ("layers.1-3.mlp", "layers.*.self_attn.softmax"), ("*.MatMul[1]",), False),
     ),
 ]
-
-
 SWAP = [
     ("swap: true", SwapSettings(op_swap=[{"op_name": DEFAULT_OP_SWAP}])),
     ("swap: false", None),
@@ -77,8 +92,6 @@ SWAP = [
         ),
     ),
 ]  # fmt: skip
-
-
 OVERRIDES = [  # the file's section, overrides, and what they make of it together
     ("", ["recompute=true"], RecomputeSettings(full=True)),
     ("", ["recompute.full=0-1"], RecomputeSettings(full=(0, 1))),
@@ -90,8 +103,6 @@ OVERRIDES = [  # the file's section, overrides, and what they make of it togethe
     ("recompute: false", ["recompute.budget=0.5"], RecomputeSettings(budget=0.5)),
     ("recompute: {budget: 0.5}", ["recompute=false"], None),
 ]
-
-
 SECTIONS = [*((text, (), meant) for text, meant in (*RECOMPUTE, *SWAP)), *OVERRIDES]
 
 
@@ -229,3 +240,79 @@ def test_swap_alone_is_attention_and_false_is_nothing():
     assert not SwapSettings(swap=False, layer_swap=[{"layers": [0]}]).is_on
     assert not SwapSettings(swap=False, default_prefetch=10).is_on
     assert not SwapSettings(layer_swap=[], op_swap={}).is_on and not SwapSettings(None, 1, None, None).is_on
+
+
+TEXT = PAGE.read_text(encoding="utf-8")
+
+
+def examples(language):
+    return re.findall(rf"```{language}\n(.*?)```", TEXT, re.DOTALL)
+
+
+def test_the_page_and_its_picture_are_up_to_date(tmp_path):
+    shutdown()
+    assert filled(TEXT, blocks(tmp_path)) == TEXT, "run python docs/make_recompute.py"
+    (picture,) = tmp_path.iterdir()
+    assert f"(images/{picture.name})" in TEXT
+    assert picture.read_bytes() == (IMAGES / picture.name).read_bytes(), "run python docs/make_recompute.py"
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_code_of_the_page_runs(capsys):
+    names = {}
+    first, *_, of_swap = examples("python")
+    for example in (first, of_swap):
+        exec(compile(example, "docs/recompute.md", "exec"), names)
+    printed = capsys.readouterr().out
+    assert "model.layers.0.self_attn.core_attention.weights" in printed
+    assert (
+        "  model.layers.0-2.self_attn.core_attention: query, key, value, MatMul[0], scores, Add, weights\n" in printed
+    )
+    assert "  model.layers.1-2.mlp: Mul\n" in printed
+    assert re.search(r"= Softmax\(.*\[recomputed: 2.0 KiB not kept\]\n", printed)
+    assert printed.endswith("\nTrue\n")  # of the example of swap()
+
+
+def test_the_code_of_the_page_gives_the_same_again():
+    found = []
+    for _ in range(2):
+        names = {}
+        exec(compile(examples("python")[0], "docs/recompute.md", "exec"), names)
+        found.append(names["loss"].asnumpy())
+        shutdown()
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_the_recipes_of_the_page_are_some(tmp_path, place):
+    """Each in the place of those sections of the tiny recipe, and as it is."""
+    path, tiny = tmp_path / "recipe.yaml", yaml.safe_load(Path(TINY).read_text(encoding="utf-8"))
+    given = yaml.safe_load(examples("yaml")[place])
+    path.write_text(yaml.safe_dump(tiny | given), encoding="utf-8")
+    recipe = load_recipe(path)
+    assert recipe.recompute == RecomputeSettings(**given.get("recompute", {}))
+    assert recipe.swap == SwapSettings(**given.get("swap", {}))
+    shutdown()
+    said = dry_run(recipe)
+    assert ("run again; " in said) == ("recompute" in given) and ("wait on the host" in said) == ("swap" in given)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_every_stage_has_its_picture(tmp_path, capsys):
+    """From the first rank that has it, and from no other."""
+    net = recompute(sharded(llama), budget=0.6)
+    prepare(net, *INPUTS[llama]())
+    mesh = DeviceMesh((2, 1, 1, 2), MESH_AXES)
+    for pipeline, budget in ((2, 0.6), (1, 0.6), (2, None)):
+        recipe = SimpleNamespace(
+            recompute=SimpleNamespace(budget=budget),
+            parallelism=SimpleNamespace(pipeline_parallel=pipeline),
+            training=SimpleNamespace(output_dir=str(tmp_path)),
+        )
+        for rank in range(4) if pipeline == 2 else (0,):
+            report_activations(recipe, mesh, rank, {rank // 2: net, 2 + rank // 2: net} if pipeline == 2 else {0: net})
+    stages = [f"recompute_curve_stage_{stage}.svg" for stage in range(4)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["recompute_curve.svg", *stages])
+    said = capsys.readouterr().out
+    assert re.findall(r"^(.*)recompute, budget 0.6: ", said, re.M) == [f"stage {s}: " for s in (0, 2, 1, 3)] + [""]
+    assert re.findall(r"what memory costs: .*/(.*)", said)[0] == stages[0]

@@ -7,9 +7,9 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
+from support.kept_tensors import bytes_of, tensors_in
+from support.recomputed_models import INPUTS, Half, Net, drawn, equal, llama, sharded, steps_of, without
 from support.saved_tensors import scalar_of
-from test_recompute_gradients import INPUTS, Half, Net, drawn, equal, llama, sharded, steps_of, without
-from test_recompute_measured import bytes_of, tensors_in
 
 from mindformers_core.capture.algorithm_graph import algorithm_of
 from mindformers_core.hints import bytes_shown
@@ -17,7 +17,7 @@ from mindformers_core.mesh import init_device_mesh
 from mindformers_core.program.operator_names import operator_texts
 from mindformers_core.recompute import keeping, recompute, swap
 from mindformers_core.recompute.offloading import Offloaded, OnHost
-from mindformers_core.recompute.selection import NamedProgram, check_apart, recomputed_keys, swapped_keys
+from mindformers_core.recompute.selection import NamedProgram
 from mindformers_core.recompute.settings import RecomputeSettings, SwapSettings
 from mindformers_core.sharding.sharded_cells import tree_of
 from mindformers_core.tensor_parallel import explain, prepare, programs, shard
@@ -172,13 +172,13 @@ def test_who_asks_for_what_is_recomputed_and_swapped(settings, swapping, name, a
     settings, swapping = RecomputeSettings(**settings), SwapSettings(**swapping)
     layers = {number: [f"model.layers.{number}"] for number in range(3)}
     program = NamedProgram(prepare(sharded(llama), *INPUTS[llama]()).plan, "", layers, algorithm_of)
-    again, on_host = recomputed_keys(settings, program), swapped_keys(swapping, program)
+    again, on_host = program.recomputed(settings), program.swapped(swapping)
     (key,) = (key for key, text in operator_texts(program.plan).items() if text == f"model.{name}")
     assert key in again and key in on_host
     message = f"model.{name} of the Net is recomputed and swapped, by {asked}: what is computed again"
     with pytest.raises(ValueError, match=re.escape(message)):
-        check_apart(settings, swapping, program, [key], "the Net")
-    check_apart(settings, swapping, program, [], "the Net")
+        program.check_apart(settings, swapping, [key], "the Net")
+    program.check_apart(settings, swapping, [], "the Net")
 
 
 def test_what_cant_be():

@@ -1,25 +1,17 @@
 """Redistribution of local tensors: the steps of the planner, run as differentiable collectives."""
 
-from functools import cache
-
 from mindspore import Tensor, dtype as mstype, ops
 
 from mindformers_core.communication import communicator, process_state, world
 from mindformers_core.dtypes import dtype_name, wire_dtype
 from mindformers_core.operators import tensor_meta
-from mindformers_core.redistribution import ASCEND, CPU, GPU, plan_redistribution
-
-_DEVICE_MODELS = {"CPU": CPU, "GPU": GPU, "Ascend": ASCEND}
-
-
-@cache
-def _on_mesh(model, mesh):
-    return model.on_mesh(mesh)
+from mindformers_core.redistribution import plan_redistribution
+from mindformers_core.redistribution.device_model import NAMED
 
 
 def model_of_device(mesh):
     """The `DeviceModel` of eager calls, with the links of a mesh: that of the device, or of the Cell that runs."""
-    return _on_mesh(process_state().device_model or _DEVICE_MODELS[world().device_target], mesh)
+    return (process_state().device_model or NAMED[world().device_target]).on_mesh(mesh)
 
 
 def meta_of(leaf):

@@ -5,7 +5,6 @@ from math import prod
 from mindformers_core.operators.computation import computation_seconds
 from mindformers_core.program.graph import CallNode
 from mindformers_core.program.plan import CallPlan, Redistribution
-from mindformers_core.program.structure import tree_leaves
 from mindformers_core.propagation.algorithms import algorithm_steps
 from mindformers_core.propagation.operators import operator_signature
 from mindformers_core.redistribution.price import steps_price
@@ -37,7 +36,7 @@ def forward_seconds(place, algorithm=None):
 
 
 def _operator_seconds(node, signature, mesh, axes_of, device):
-    dtypes = [value.dtype for part in ((node.args, node.kwargs), node.outputs) for value in tree_leaves(part)]
+    dtypes = [value.dtype for value in (*node.taken, *node.made)]
     return computation_seconds(node.operator, signature, mesh, axes_of, dtypes, device)
 
 

@@ -4,7 +4,6 @@ Equal calls share a `ForwardTrace`, so its live set is computed once for all of 
 """
 
 from dataclasses import dataclass, field, replace
-from math import prod
 
 from mindformers_core.dtypes import ITEM_BYTES
 from mindformers_core.operators.saved import Operand
@@ -63,11 +62,6 @@ class LocalTensor:
     has_handle: bool = False
     on_host: Memory | None = None
     shared: "tuple | None" = None
-
-    @property
-    def nbytes(self):
-        """Size of its elements in bytes."""
-        return prod(self.shape) * ITEM_BYTES[self.value.dtype]
 
     @property
     def traits(self):

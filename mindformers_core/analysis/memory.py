@@ -26,8 +26,7 @@ def activation_peaks(plan, algorithm, activations):
     Raises:
         ValueError: an operator runs a distributed algorithm, and `algorithm` is None.
     """
-    how = activations.dropped, activations.on_host, algorithm, activations.arguments_need
-    trace = traced(plan, {}, *how)
+    trace = traced(plan, {}, activations.dropped, activations.on_host, algorithm, activations.arguments_need)
     kept = {memory for memory in trace.live_set().kept if not memory.on_host}
     returned = [tensor.memory for tensor in trace.results[()]]
     events = [*trace.events(), ((), (), [memory for memory in returned if memory is not None])]

@@ -18,7 +18,7 @@ from mindformers_core.program.environment import follow
 from mindformers_core.program.plan import CallPlan, Redistribution
 from mindformers_core.program.structure import tree_leaves
 from mindformers_core.propagation.algorithms import through_algorithm
-from mindformers_core.redistribution.steps import EXTREMES, STEP_KINDS
+from mindformers_core.redistribution.steps import EXTREMES
 
 
 def traced(plan, known, dropped=frozenset(), on_host=frozenset(), algorithm=None, arguments_need=True):
@@ -35,10 +35,8 @@ def traced(plan, known, dropped=frozenset(), on_host=frozenset(), algorithm=None
     Raises:
         ValueError: an operator has a distributed algorithm, and `algorithm` is None.
     """
-    given = {}
-    for value in tree_leaves(plan.graph.arguments):
-        layout = plan.layouts[value.id]
-        given[value.id, layout] = _outside(value, layout.local_shape(value.shape), arguments_need)
+    tensors = [(value, plan.layouts[value.id]) for value in tree_leaves(plan.graph.arguments)]
+    given = {(value.id, at): _outside(value, at.local_shape(value.shape), arguments_need) for value, at in tensors}
     trace = ForwardTrace(frozenset(dropped))
     _TraceBuilder(trace, algorithm, known, frozenset(on_host)).plan(plan, given, ())
     return trace
@@ -109,7 +107,7 @@ class _TraceBuilder:
         shapes = [layout.local_shape(value.shape) for value, layout in entry.produced]
         if isinstance(entry, CallPlan):
             trained = any(use.trainable for call in node.graph.calls() for use in call.parameters)
-            return self.own_gradient(key, tensors, tree_leaves(node.outputs), shapes, trained)
+            return self.own_gradient(key, tensors, node.made, shapes, trained)
         if entry.algorithm is not None:
             return self.distributed(key, entry, tensors)
         return self.operator(key, node, tensors, shapes)
@@ -131,7 +129,7 @@ class _TraceBuilder:
             if row.as_they_are or not tensor.is_view or tensor.has_handle:
                 run.saved.append(tensor)
             else:
-                run.internal.append(self.memory(key, tensor.nbytes, view=tensor.source))
+                run.internal.append(self.memory(key, operand.nbytes, view=tensor.source))
         run.saved.extend(results[result] for result in row.kept_outputs([*operands], [*results]))
         sizes = row.internal_sizes([*operands], [*results])
         run.internal.extend(self.memory(key, nbytes) for nbytes in sizes)
@@ -140,7 +138,7 @@ class _TraceBuilder:
     def results(self, run, node, tensors, shapes):
         """Results of an operator as `LocalTensor`s: new memory, a view, or the input itself."""
         needs = facts_of(node.operator).gradient != NO_GRADIENT and any(tensor.requires_grad for tensor in tensors)
-        outputs = [(value, shape, needs) for value, shape in zip(tree_leaves(node.outputs), shapes)]
+        outputs = [(value, shape, needs) for value, shape in zip(node.made, shapes)]
         if not tensors or not outputs:
             return [self.made(run, *output) for output in outputs]
         base = tensors[0]
@@ -180,7 +178,7 @@ class _TraceBuilder:
         for step in steps:
             run = Run(key, (tensor,))
             self.trace.runs.append(run)
-            kind = STEP_KINDS[step.kind].runs(step.op)[0]
+            kind, _ = step.forward
             views = {"identity": tensor.is_view, "slice": True}
             strides = tensor.strides
             if step.to_shape is not None:
@@ -214,7 +212,7 @@ class _TraceBuilder:
         def part(node, steps, taken):
             if steps is not None:
                 return [self.steps(key, *taken, steps)]
-            return self.operator(key, node, taken, [value.shape for value in tree_leaves(node.outputs)])
+            return self.operator(key, node, taken, [value.shape for value in node.made])
 
         def constant(use):
             return _outside(use.value, use.value.shape, False)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from mindformers_core.grouping import grouped
 from mindformers_core.redistribution.steps import COLLECTIVES, Step
 
 
@@ -47,11 +48,7 @@ def total(rows):
 
 def summed(entries):
     """Key -> the sums of all pairs of numbers with this key, of `(key, (number, number))`."""
-    sums = {}
-    for key, (one, other) in entries:
-        known = sums.get(key, (0, 0))
-        sums[key] = known[0] + one, known[1] + other
-    return sums
+    return {key: tuple(map(sum, zip(*pairs))) for key, pairs in grouped(entries).items()}
 
 
 def bytes_by_axes(traffic):

@@ -2,7 +2,6 @@
 
 from mindformers_core.operators.registry import facts_of, rewritten
 from mindformers_core.operators.views import INPUT, INPUT_IF_CONTIGUOUS, INPUT_IF_OF_ITS_DTYPE, is_contiguous
-from mindformers_core.program.structure import tree_leaves
 
 
 def viewed(node, shape, strides, targets):
@@ -16,24 +15,24 @@ def viewed(node, shape, strides, targets):
     Returns:
         A tuple with the strides of each result, or None in it for a view of a copy that the operator makes.
     """
-    name, args, kwargs = rewritten(node.operator, tuple(node.args), dict(node.kwargs))
-    view = facts_of(name).view
+    view, args, kwargs = _view_of(node)
     return view(node, args, kwargs, shape, strides, targets) if callable(view) else None
 
 
 def gives_its_input(node, shape, strides):
     """Whether an operator returns its first tensor unchanged; arguments are those of `viewed`."""
-    view = _view_of(node)
+    view, *_ = _view_of(node)
     return view == INPUT or view == INPUT_IF_CONTIGUOUS and is_contiguous(shape, strides)
 
 
 def is_cast_to_its_dtype(node):
     """Whether an operator is a cast to its input's own dtype: it returns the same object."""
-    if _view_of(node) != INPUT_IF_OF_ITS_DTYPE:
+    if _view_of(node)[0] != INPUT_IF_OF_ITS_DTYPE:
         return False
-    return tree_leaves(node.outputs)[0].dtype == tree_leaves((node.args, node.kwargs))[0].dtype
+    return node.made[0].dtype == node.taken[0].dtype
 
 
 def _view_of(node):
-    name, _, _ = rewritten(node.operator, tuple(node.args), dict(node.kwargs))
-    return facts_of(name).view
+    """`OperatorFacts.view` of an operator after its rewrite, and the arguments then."""
+    name, args, kwargs = rewritten(node.operator, tuple(node.args), dict(node.kwargs))
+    return facts_of(name).view, args, kwargs

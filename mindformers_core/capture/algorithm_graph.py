@@ -13,7 +13,7 @@ from mindformers_core.algorithms.shard_context import shard_context
 from mindformers_core.capture.capture import capture
 from mindformers_core.operators import tensor_meta
 from mindformers_core.program.structure import tree_leaves, tree_map
-from mindformers_core.propagation.operators import call_shapes
+from mindformers_core.propagation.operators import local_signature
 from mindformers_core.redistribution import plan_redistribution
 
 
@@ -57,14 +57,13 @@ def algorithm_graph(plan, rank):
         rank: for which rank. Graphs of different ranks differ in constants only.
 
     Returns:
-        A `CellGraph`. Its arguments are the operator's tensors, in the order of `tree_leaves((node.args,
-        node.kwargs))`; its result has the structure of `node.outputs`.
+        A `CellGraph`. Its arguments are the operator's tensors, in the order of `node.taken`; its result has the
+        structure of `node.outputs`.
 
     Raises:
         CaptureError: the algorithm looks at values.
     """
-    values = tree_leaves((plan.node.args, plan.node.kwargs))
-    metas = [tensor_meta(layout.local_shape(value.shape), value.dtype) for layout, value in zip(plan.inputs, values)]
+    metas = [tensor_meta(layout.local_shape(value.shape), value.dtype) for value, layout in plan.consumed]
     graph = capture(_Algorithm(plan, shard_context(plan, rank)), *metas)
     found = [value.shape for value in tree_leaves(graph.result)]
     expected = plan.local_shapes
@@ -86,9 +85,8 @@ class _Algorithm(nn.Cell):
         self.plan, self.cut = plan, cut
 
     def construct(self, *tensors):
-        self.recorder = tensors[0].recorder
-        hooks = {"redistribute": self._move, "run_step": self._step}
-        cut = replace(self.cut, **hooks, next_random_state=self.recorder.random_state)
+        self.recorder = recorder = tensors[0].recorder
+        cut = replace(self.cut, redistribute=self._move, run_step=self._step, next_random_state=recorder.random_state)
         return run_locally(self.plan, tensors, self._operator, cut)
 
     def _move(self, local, source, target):
@@ -106,7 +104,7 @@ class _Algorithm(nn.Cell):
     def _operator(self, args, kwargs):
         """The operator of the plan; the algorithm may have changed its attributes, which are among the arguments."""
         node = self.plan.node
-        shapes = iter(call_shapes(node, *tree_map(meta_of, (args, kwargs))))
+        shapes = iter(local_signature(node, *tree_map(meta_of, (args, kwargs))).output_shapes)
         outputs = tree_map(lambda value: self.recorder.meta(next(shapes), value.dtype), node.outputs)
         node = called_node(node, args)
         args, kwargs = self.recorder.stand_in((args, kwargs))

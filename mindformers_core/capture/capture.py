@@ -134,10 +134,7 @@ def _captured(cell, inputs, named_inputs):
         cell(*args, **named)
         sys.setprofile(None)
         recorder.tree.check_copies(recorder)
-
-        def plain(leaf):
-            return recorder.values_of(leaf, "an attribute") if type(leaf) is Traced else leaf
-
+        plain = partial(recorder.values_of, what="an attribute")
         asked = recorder.reads.asked.items()
         written = [(cell, name, vars(cell).get(name)) for (_, name), cell in asked if cell is not None]
         writes = [(*where, tree_map(plain, value)) for *where, value in written if not computed_in(value)]

@@ -2,7 +2,7 @@
 
 import inspect
 import sys
-from functools import cache
+from functools import cache, partial
 from itertools import repeat
 
 import numpy as np
@@ -78,7 +78,12 @@ class Recorder:
         return CaptureError(f"in {self.tree.label(call.cell)}, {source}: {text}")
 
     def values_of(self, tensor, what):
-        """The plain tensor with the values of a constant, computed by the first call; an error for any other tensor."""
+        """The plain tensor with a constant's values, computed by the first call; an error for any other traced tensor.
+
+        Other leaves are as they are.
+        """
+        if type(tensor) is not Traced:
+            return tensor
         if tensor.original is None and tensor.deferred is not None:
             tensor.original = tensor.deferred()
         if tensor.original is not None and not isinstance(tensor.original, Parameter):
@@ -216,7 +221,7 @@ class Recorder:
             raise self.error(f"operator '{name}' changes a tensor in place: use its result, as in x = x + y")
         if reason := without_shape(name):
             raise self.error(reason)
-        args = read_numbers(name, args, lambda leaf: self.values_of(leaf, "a size") if type(leaf) is Traced else leaf)
+        args = read_numbers(name, args, partial(self.values_of, what="a size"))
         args, kwargs = self.stand_in(args), self.stand_in(kwargs)
         metas = self._infer(func, primitive, args, kwargs)
         if self._silent or not tree_leaves(metas, Tensor):
@@ -248,15 +253,8 @@ class Recorder:
 
     def _computing(self, func, primitive, args, kwargs):
         """A function that runs an operator on constants for real, once, and gives the tensors among its results."""
-
-        def real(leaf):
-            return self.values_of(leaf, "a constant") if type(leaf) is Traced else leaf
-
-        @cache
-        def compute():
-            return tree_leaves(self._unrecorded(func, primitive, args, kwargs, real), Tensor)
-
-        return compute
+        real = partial(self.values_of, what="a constant")
+        return cache(lambda: tree_leaves(self._unrecorded(func, primitive, args, kwargs, real), Tensor))
 
     def _unrecorded(self, func, primitive, args, kwargs, leaf):
         """The result of an operator, with `leaf(each)` for the leaves of its arguments."""

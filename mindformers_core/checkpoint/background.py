@@ -126,13 +126,7 @@ class BackgroundSave:
                     later.append(pair)
         for each in copied:
             each.result()
-        self._copying = self._worker.submit(self._finish, later, request)
-
-    def _finish(self, pairs, request):
-        """Copy what only an optimizer writes, then start the process."""
-        for pair in pairs:
-            np.copyto(*pair)
-        self._write(request)
+        self._copying = self._worker.submit(self._write, later, request)
 
     def await_copies(self):
         """Wait until the moments are copied too: before they change."""
@@ -146,7 +140,10 @@ class BackgroundSave:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(seconds)
 
-    def _write(self, request):
+    def _write(self, pairs, request):
+        """Copy what only an optimizer writes, then start the process."""
+        for pair in pairs:
+            np.copyto(*pair)
         encoded = encode_json(request)
         descriptors = *self._descriptors, _shared_memory(len(encoded), encoded)
         path = os.pathsep.join(filter(None, (_ROOT, os.environ.get("PYTHONPATH"))))

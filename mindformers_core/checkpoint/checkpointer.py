@@ -24,6 +24,7 @@ from mindformers_core.checkpoint.tensors import (
     states_alike,
 )
 from mindformers_core.communication import world
+from mindformers_core.communication.messages import MISSING, unlike
 from mindformers_core.hints import first_of
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.zero.loss_scale import all_finite
@@ -147,15 +148,13 @@ class Checkpointer:
         gathered = self._ranks.gather((odd, sums, self._parts != list(parts)))
         if found := sorted({name for names, _, _ in gathered.values() for name in names}):
             raise FloatingPointError(f"{first_of(found)}: not finite after step {step}, which is not saved")
-        known = {}
-        for rank, (_, own, _) in sorted(gathered.items()):
-            for name, value in own.items():
-                first = known.setdefault(name, (rank, value))
-                if first[1] != value:
-                    raise ValueError(
-                        f"the optimizer's '{name}' differs on ranks {first[0]} and {rank}: a state that isn't alike on "
-                        "all ranks is called like the parameter that it lies with, as '….weight'"
-                    )
+        for name, holders in unlike({rank: own for rank, (_, own, _) in gathered.items()}).items():
+            ranks = [having[0] for value, having in holders.items() if value != MISSING]
+            if len(ranks) > 1:
+                raise ValueError(
+                    f"the optimizer's '{name}' differs on ranks {ranks[0]} and {ranks[1]}: a state that isn't alike on "
+                    "all ranks is called like the parameter that it lies with, as '….weight'"
+                )
         if any(is_new for _, _, is_new in gathered.values()):
             self._plan, self._parts = None, list(parts)
             if self._background is not None:

@@ -6,11 +6,11 @@ several, about one in 2**33 or fewer doesn't. A number in a wrong place is a cha
 and Wegman, "Universal classes of hash functions", 1979.)
 """
 
+from functools import reduce
 from math import prod
 
 import numpy as np
 
-from mindformers_core.checkpoint.regions import shape_of
 from mindformers_core.splitmix import GOLDEN, mixed
 
 MODULUS = 2**64
@@ -34,11 +34,8 @@ def checksum(array, box, shape):
     columns = last - first
     words = array.reshape(-1, columns).view(f"u{array.dtype.itemsize}") if columns else np.zeros((0, 0), np.uint8)
     strides = [prod(shape[dim + 1 : -1]) for dim in range(len(outer))]
-    rows = np.zeros(shape_of(outer), np.uint64)
-    for (start, stop), stride, dim in zip(outer, strides, range(len(outer))):
-        index = np.arange(start * stride, stop * stride, stride, dtype=np.uint64)
-        rows += index.reshape(-1, *(1,) * (len(outer) - dim - 1))
-    found, of_rows = 0, _weights(rows.reshape(-1), 1)
+    along = [np.arange(*span, dtype=np.uint64) * np.uint64(step) for span, step in zip(outer, strides)]
+    found, of_rows = 0, _weights(reduce(np.add.outer, along, np.zeros(1, np.uint64)).reshape(-1), 1)
     for start in range(0, columns, _BLOCK):
         stop = min(start + _BLOCK, columns)
         weights = _weights(np.arange(first + start, first + stop, dtype=np.uint64), 2)

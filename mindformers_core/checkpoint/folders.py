@@ -5,6 +5,7 @@ import re
 
 from mindformers_core.checkpoint.index import ADAPTERS, CHECKSUMS, CONFIG, MODEL_INDEX
 from mindformers_core.checkpoint.slices import FileLayer
+from mindformers_core.scopes import errors_at
 
 INCOMPLETE, REPLACED = ".incomplete", ".replaced"  # ends of the names of folders that aren't, or are old, checkpoints
 _STEP = re.compile(rf"step_(\d+)({re.escape(REPLACED)})?")
@@ -75,15 +76,13 @@ def prune(folder, keep_last, keep_every=0, files=None):
         OSError: a folder can't be removed.
     """
     files, above = files or FileLayer(), os.path.dirname(folder) or "."
-    try:
+    with errors_at(f"the checkpoint {folder} is saved, but older ones can't be removed: ", kinds=(OSError,)):
         tidy(folder, files)
         steps = sorted((int(match[1]) for match in map(_STEP.fullmatch, os.listdir(above)) if match), reverse=True)
         for step in steps[keep_last:] if keep_last else ():
             path = os.path.join(above, f"step_{step}")
             if not (keep_every and step % keep_every == 0) and os.path.abspath(path) != os.path.abspath(folder):
                 _discard(path, files)
-    except OSError as error:
-        raise OSError(f"the checkpoint {folder} is saved, but older ones can't be removed: {error}") from error
 
 
 def tidy(folder, files):

@@ -2,10 +2,11 @@
 
 import json
 import os
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 
 from mindformers_core.checkpoint import index
 from mindformers_core.checkpoint.checksums import MODULUS, checksum
@@ -246,14 +247,12 @@ def _sums(pieces, owned, part, array, counts):
 
 def _compare(checkpoint, everywhere):
     """Raise `ValueError` for the first piece whose checksum isn't that of the list."""
-    totals = {}
-    for sums in everywhere.values():
-        for *key, number, found in sums:
-            place = (*key, number)
-            totals[place] = (totals.get(place, 0) + found) % MODULUS
+    totals = Counter()
+    for *place, found in chain(*everywhere.values()):
+        totals[tuple(place)] += found
     for (*key, number), found in sorted(totals.items()):
         box, expected = checkpoint.pieces[tuple(key)][number]
-        if found != expected:
+        if found % MODULUS != expected:
             raise _damaged(checkpoint, tuple(key), box)
 
 

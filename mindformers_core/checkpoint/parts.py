@@ -140,7 +140,5 @@ def divide(everywhere, most=PIECE_BYTES):
         for cell, holders in found.items():
             pieces += [(key, box, holders) for box in split(cell, max(1, most // ITEM_BYTES[dtype]))]
     sizes = [volume(box) * ITEM_BYTES[tensors[key][0]] for key, box, _ in pieces]
-    divided = {key: [] for key in tensors}
-    for (key, box, _), rank in zip(pieces, balanced(sizes, [holders for *_, holders in pieces])):
-        divided[key].append((box, rank))
-    return divided
+    writers = balanced(sizes, [holders for *_, holders in pieces])
+    return {key: [] for key in tensors} | grouped((key, (box, rank)) for (key, box, _), rank in zip(pieces, writers))

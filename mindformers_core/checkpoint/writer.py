@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from itertools import accumulate
 
 import numpy as np
 
@@ -29,11 +30,8 @@ _POLL, _REMOVAL = 0.02, 2.0  # seconds: between two looks at a folder, and for i
 
 def places(pieces):
     """Positions of pieces in a snapshot, and its size in bytes."""
-    found, position = [], 0
-    for piece in pieces:
-        found.append(position)
-        position += -(-piece.nbytes // _ALIGNED) * _ALIGNED
-    return found, position
+    *found, end = accumulate((-(-piece.nbytes // _ALIGNED) * _ALIGNED for piece in pieces), initial=0)
+    return found, end
 
 
 def snapshot_arrays(pieces, memory):

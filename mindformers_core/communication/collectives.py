@@ -82,7 +82,7 @@ class _Extreme(Collective):
 _LOCAL = {  # operation of a step that is no collective -> its Cell forward, and for a gradient
     "identity": (lambda *_: Alias(), lambda *_: Identity()),
     "scale": (None, lambda *_: Identity()),
-    "mask": (lambda group: Keep(group, 0),) * 2,
+    "mask": (Keep, Keep),
     "slice": (Slice, SliceOfGradient),
     "pad": (Pad, Pad),
     "view": (lambda _, shape, to_shape: Reshape(to_shape), lambda _, shape, to_shape: Reshape(shape)),

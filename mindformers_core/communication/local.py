@@ -111,11 +111,11 @@ class Pad(Slice):
 
 
 class Keep(_Local):
-    """The tensor on the rank at place `index` of the group, zeros on the others."""
+    """The tensor on the first rank of the group, zeros on the others."""
 
-    def __init__(self, group, index):
+    def __init__(self, group):
         super().__init__()
-        self.keeps = Tensor(group.index == index)
+        self.keeps = Tensor(group.index == 0)
 
     def construct(self, x):
         return ops.select(self.keeps, x, _ZEROS_LIKE(x))

@@ -8,9 +8,11 @@ from mindspore import Tensor
 
 from mindformers_core.communication.communicator import communicator
 from mindformers_core.communication.world import world
+from mindformers_core.grouping import grouped
 from mindformers_core.hints import first_of
 
 _SHOWN = 3  # facts in an error
+MISSING = "missing"  # in the place of the value of a fact that a rank doesn't have
 
 
 def gather_values(mesh, value):
@@ -43,19 +45,21 @@ def check_equal(mesh, facts, cure):
     """
     digest = blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=16).hexdigest()
     if len({*gather_values(mesh, digest).values()}) > 1:
-        said = differences(gather_values(mesh, facts))
+        said = []
+        for name, holders in unlike(gather_values(mesh, facts)).items():
+            values = (f"{value} on rank{'s' * (len(ranks) > 1)} {first_of(ranks)}" for value, ranks in holders.items())
+            said.append(f"{name} is {' and '.join(values)}")
         raise ValueError(f"{'; '.join(said[:_SHOWN])}{'; …' * (len(said) > _SHOWN)}: {cure}")
 
 
-def differences(found):
-    """A sentence for every fact that isn't the same on all ranks; `found`: rank -> dict, name -> value. Pure."""
-    said = []
+def unlike(found):
+    """The facts that aren't the same on all ranks: name -> value as text, or `MISSING` -> ranks, ascending. Pure.
+
+    Args:
+        found: rank -> dict, name -> value.
+    """
+    said = {}
     for name in sorted({name for facts in found.values() for name in facts}):
-        holders = {}
-        for rank, facts in sorted(found.items()):
-            value = json.dumps(facts[name]) if name in facts else "missing"
-            holders.setdefault(value, []).append(rank)
-        if len(holders) > 1:
-            values = (f"{value} on rank{'s' * (len(ranks) > 1)} {first_of(ranks)}" for value, ranks in holders.items())
-            said.append(f"{name} is {' and '.join(values)}")
-    return said
+        texts = ((json.dumps(own[name]) if name in own else MISSING, rank) for rank, own in sorted(found.items()))
+        said[name] = grouped(texts)
+    return {name: holders for name, holders in said.items() if len(holders) > 1}

@@ -13,6 +13,7 @@ from mindspore import Tensor, get_rng_state, set_rng_state
 from mindformers_core.communication.raw import RawCollective
 from mindformers_core.communication.world import rank_of, world
 from mindformers_core.redistribution.arrays import exchange
+from mindformers_core.scopes import errors_at
 
 _STACK = 64 << 20  # bytes of a thread's stack: MindSpore's backward pass is recursive
 
@@ -98,10 +99,9 @@ class SimulatedRanks:
             raise _Stopped  # callers explain the errors of a collective's backend in words of their own
         del self._meetings[ranks]
         arrays = [meeting[other][1] for other in group.ranks]
-        try:
+        where = f"{_shown(issued)}, number {number} over {group}: "
+        with errors_at(where, kinds=(IndexError, ValueError)):  # shapes that don't fit
             found = exchange(kind, arrays, *arguments)
-        except (IndexError, ValueError) as error:  # shapes that don't fit
-            raise ValueError(f"{_shown(issued)}, number {number} over {group}: {error}") from None
         self._results.update(zip(group.ranks, found, strict=True))
         self._wake(other for other in group.ranks if other != rank)
         return self._results.pop(rank)

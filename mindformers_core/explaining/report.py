@@ -139,9 +139,8 @@ class Report:
     def traffic(self):
         """Traffic of one rank in one step, see `total`."""
         times = self.micro_steps
-        return {key: (number * times, count * times) for key, (number, count) in self.root.traffic.items()} | (
-            self.stored_traffic
-        )
+        sent = {key: (number * times, count * times) for key, (number, count) in self.root.traffic.items()}
+        return sent | self.stored_traffic
 
 
 def make_report(plan, algorithm=None, activations=None, micro_steps=1, stored_traffic=None):
@@ -205,9 +204,7 @@ def _names(graph):
         for place, value in enumerate(values):
             names.setdefault(value.id, name if values == [structure] else f"{name}.{place}")
     names |= {use.value.id: use.local or use.path for use in graph.parameters}
-    for constant in graph.constants:
-        names[constant.value.id] = constant.local or constant.path or f"constant %{constant.value.id}"
-    return names
+    return names | {use.value.id: use.local or use.path or f"constant {use.value}" for use in graph.constants}
 
 
 def _tensor(value, layout, names):

@@ -19,9 +19,8 @@ def decided(report):
     model, price, batch, weights = report.decision
     links = [("others" if model.axis_links else "all axes", model.link), *model.axis_links]
     shown = ", ".join(f"{rate_shown(link.bandwidth)} over {axis}" for axis, link in reversed(links))
-    kept = [
-        f"{what} over {', '.join(axes)}" for what, axes in (("of the batch", batch), ("of weights", weights)) if axes
-    ]
+    declared = (("of the batch", batch), ("of weights", weights))
+    kept = [f"{what} over {', '.join(axes)}" for what, axes in declared if axes]
     text = (
         f"Layouts are chosen by the prices of the device model {model.name} ({shown}): by them a micro-step takes "
         f"{seconds_shown(price.communication)} of collectives and {seconds_shown(price.computation)} of computation."

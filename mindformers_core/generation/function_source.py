@@ -211,7 +211,7 @@ class _FunctionWriter:
     def _hints(self, node, operator):
         """Names for the results of a node: those of the user's code, else the operator's."""
         names, *_ = self.assigned.get(self.places.get(id(node)), (None,))
-        names = names or (None,) * len(tree_leaves(node.outputs))
+        names = names or (None,) * len(node.made)
         return [name if name and not keyword.iskeyword(name) else operator for name in names]
 
     def _received(self, outputs, hints, expression):
@@ -264,8 +264,8 @@ class _FunctionWriter:
 
     def _operator_call(self, node, call, layouts, taken):
         """The expression of an operator's call, `(args, kwargs)` with tensors in the variables of `taken`."""
-        values = tree_leaves((node.args, node.kwargs))
-        operands = [NamedTensor(name, v.shape, v.dtype, layout) for name, v, layout in zip(taken, values, layouts)]
+        places = zip(taken, node.taken, layouts)
+        operands = [NamedTensor(name, value.shape, value.dtype, layout) for name, value, layout in places]
         return self.module.operator_call(node, *tree_fill(call, operands, TENSORS))
 
     def _algorithm(self, plan, taken, hint):

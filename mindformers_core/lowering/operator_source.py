@@ -6,7 +6,6 @@ ready object that takes all arguments by position (`matmul_ext_op`, `concat_impl
 a class, of which one instance is made for each set of attributes (`ops.LayerNorm`).
 """
 
-import ast
 import inspect
 import re
 from collections.abc import Callable
@@ -275,12 +274,8 @@ def _form(name):
 
 def _parsed(source):
     """Parameter -> default, of a source that names them, as "ops.full_like(input, fill_value, dtype=None)"."""
-    if "(" not in source:
-        return None
-    written = ast.parse(f"def call{source[source.index('(') :]}: pass").body[0].args
-    names = [argument.arg for argument in written.args]
-    defaults = [_REQUIRED] * (len(names) - len(written.defaults)) + [ast.literal_eval(d) for d in written.defaults]
-    return dict(zip(names, defaults))
+    _, names_them, parameters = source.removesuffix(")").partition("(")
+    return _parameters(eval(f"lambda {parameters}: None")) if names_them else None
 
 
 def _constructed(name, parameters):

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields, is_dataclass
 from types import MappingProxyType
 
-from mindformers_core.hints import nearest
+from mindformers_core.hints import check_loss, nearest
 from mindformers_core.lazy_exports import import_object
 from mindformers_core.models.configuration import LlamaConfig
 from mindformers_core.operators.signature import tensor_meta
@@ -96,8 +96,7 @@ class ModelSpec:
     ignored: dict = field(default_factory=dict, hash=False)
 
     def __post_init__(self):
-        if self.loss not in ("mean", "sum"):
-            raise ValueError(f'ModelSpec.loss: {self.loss!r} should be "mean" or "sum"')
+        check_loss(self.loss, "ModelSpec")
         if self.ignored and (self.loss == "mean" or not self.ignored.keys() <= set(self.inputs)):
             raise ValueError(f'ModelSpec.ignored: {self.ignored} needs loss="sum", and names of inputs {self.inputs}')
         for name in ("boundary", "tied", "divided"):

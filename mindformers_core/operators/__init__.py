@@ -3,13 +3,7 @@
 from mindformers_core.operators import rules  # noqa: F401  (its tables fill the registry)
 from mindformers_core.operators.algorithms import Algorithm
 from mindformers_core.operators.choice import Choice, OperatorCall, Resolution
-from mindformers_core.operators.registry import (
-    facts_of,
-    register_algorithm,
-    register_operator,
-    registered_operators,
-    signature_of,
-)
+from mindformers_core.operators.registry import facts_of, register_algorithm, register_operator, signature_of
 from mindformers_core.operators.resolve import resolve
 from mindformers_core.operators.rules.dims import equation
 from mindformers_core.operators.rules.elementwise import elementwise
@@ -19,5 +13,5 @@ from mindformers_core.operators.signature import LocalCall, Signature, TensorMet
 __all__ = [
     "Algorithm", "Choice", "LocalCall", "OperatorCall", "Resolution", "Signature", "TensorMeta",
     "contraction", "elementwise", "equation", "facts_of", "is_float", "register_algorithm", "register_operator",
-    "registered_operators", "resolve", "signature_of", "tensor_meta",
+    "resolve", "signature_of", "tensor_meta",
 ]  # fmt: skip

@@ -49,11 +49,6 @@ class Resolution:
     own: Price
     price: Price
 
-    @property
-    def axes_of(self):
-        """For every factor the axes that shard it."""
-        return self.choice.axes_of
-
 
 @dataclass(frozen=True, eq=False)
 class OperatorCall:
@@ -105,6 +100,5 @@ class OperatorCall:
 
 def _given(meta, layout):
     """The meta of an input in its required layout; varying marks remain."""
-    used = layout.cut_axes | set(dict(layout.partial))
-    whole = [axis for axis in meta.layout.varying if axis not in used]
-    return tensor_meta(meta.shape, meta.dtype, layout.replace(varying=whole), not meta.differentiable)
+    layout = layout.replace(varying=set(meta.layout.varying) - layout.placed_axes)
+    return tensor_meta(meta.shape, meta.dtype, layout, not meta.differentiable)

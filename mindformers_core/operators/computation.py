@@ -8,6 +8,7 @@ from math import prod
 
 from mindformers_core.dtypes import ITEM_BYTES
 from mindformers_core.operators.registry import facts_of
+from mindformers_core.operators.views import INPUT_IF_OF_ITS_DTYPE, strided
 from mindformers_core.placement import axes_in
 
 
@@ -36,7 +37,7 @@ def computation_seconds(name, signature, mesh, axes_of, dtypes, device_model):
         device_model: a `DeviceModel`.
     """
     facts = facts_of(name)
-    if facts.computes_nothing:
+    if facts.view not in (None, strided, INPUT_IF_OF_ITS_DTYPE):  # else results are always views
         return 0.0
     sizes = _local_sizes(signature, mesh, axes_of)
     tensors = (*signature.inputs, *signature.outputs)

@@ -9,7 +9,6 @@ from mindformers_core.hints import nearest
 from mindformers_core.operators.algorithms import ALGORITHMS, Algorithm
 from mindformers_core.operators.saved import UNMEASURED, SavedByOperator
 from mindformers_core.operators.signature import spelled, tensors_in, whole_signature
-from mindformers_core.operators.views import INPUT_IF_OF_ITS_DTYPE, strided
 
 FLOWS, ZERO, NO_GRADIENT = "flows", "zero", "none"
 _FACTS: dict = {}  # the one registry: operator name -> its `OperatorFacts`
@@ -62,11 +61,6 @@ class OperatorFacts:
     rewrite: Callable | str | None = None
     writes: bool = False
     algorithms: tuple = ()
-
-    @property
-    def computes_nothing(self):
-        """Whether results are always views."""
-        return self.view not in (None, strided, INPUT_IF_OF_ITS_DTYPE)
 
 
 def register_operator(*names, **facts):

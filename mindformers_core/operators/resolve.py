@@ -156,7 +156,9 @@ def resolved(call, choice, limit=None):
     name, axes = found.algorithm
     ended = axes if name is not None and algorithm_named(name).gathers else ()
     given_up = sum(_given_up(kept, layout, ended) for kept, layout in zip(call.kept, inputs))
-    own = Price(given_up, 0.0, 0.0) + _own_price(call, choice, trained)
+    dtypes = (*(meta.dtype for meta in call.metas), *call.dtypes)
+    seconds = computation_seconds(call.name, signature, call.mesh, choice.axes_of, dtypes, call.device_model)
+    own = Price(given_up, 0.0, seconds * (1 + BACKWARD_WORK * trained))
     if name is not None and call.algorithm_price is not None:
         own += call.algorithm_price(call, found)
     price += own
@@ -174,13 +176,6 @@ def _moved(call, source, target, shape, dtype, gradient):
     """The `Price` of a redistribution; varying marks are free."""
     source, target = source.replace(varying=()), target.replace(varying=())
     return redistribution_price(source, target, shape, dtype, gradient, call.device_model)
-
-
-def _own_price(call, choice, trained):
-    """The `Price` of the operator itself on one rank, forward, and backward where a gradient flows."""
-    dtypes = (*(meta.dtype for meta in call.metas), *call.dtypes)
-    seconds = computation_seconds(call.name, call.signature, call.mesh, choice.axes_of, dtypes, call.device_model)
-    return Price(0, 0.0, seconds * (1 + BACKWARD_WORK * trained))
 
 
 def chosen_algorithm(name, signature, axes_of):

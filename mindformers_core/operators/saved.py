@@ -1,6 +1,6 @@
 """The inputs and results that the gradient of an operator saves, in PyNative on CPU. Pure Python.
 
-Measured with `mindspore.saved_tensors_hooks` (MindSpore 2.10); tests/test_recompute_saved_table.py holds every operator
+Measured with `mindspore.saved_tensors_hooks` (MindSpore 2.10); tests/test_saved_table.py holds every operator
 to that.
 
 An *operand* is one of an operator's captured arguments, positional ones first, tensor or not, by its index: in `2 / x`
@@ -64,10 +64,8 @@ class SavedByOperator:
 
     def kept_inputs(self, operands):
         """The `Operand`s that are saved, in order."""
-        if self.inputs == ALL:
-            return list(operands)
         if isinstance(self.inputs, str):
-            return [operand for operand in operands if _kind(operand.dtype) == self.inputs]
+            return [operand for operand in operands if self.inputs in (ALL, _kind(operand.dtype))]
         places = _places(self.inputs, self.inputs_by_need, operands)
         return [operand for operand in operands if operand.place in places]
 
@@ -88,11 +86,7 @@ def _kind(dtype):
 
 
 def _places(always, by_need, operands):
-    found = set(always)
-    for operand in operands:
-        if operand.needs:
-            found.update(by_need.get(operand.place, ()))
-    return found
+    return set(always).union(*(by_need.get(operand.place, ()) for operand in operands if operand.needs))
 
 
 NOTHING = SavedByOperator()

@@ -185,13 +185,9 @@ def spelled(named, parameters):
 
 def tensors_in(args):
     """All `TensorMeta` of an argument list in order, as a `Signature` numbers its inputs, tuples and lists included."""
-    found = []
-    for argument in args:
-        if isinstance(argument, TensorMeta):
-            found.append(argument)
-        elif isinstance(argument, (tuple, list)):
-            found += tensors_in(argument)
-    return found
+    if isinstance(args, TensorMeta):
+        return [args]
+    return [tensor for each in args for tensor in tensors_in(each)] if isinstance(args, (tuple, list)) else []
 
 
 def whole_signature(tensors, shapes, linear=()):

@@ -6,12 +6,6 @@ from mindformers_core.communication import communicator
 from mindformers_core.dtypes import dtype_name
 
 
-def check_loss(loss, where):
-    """Raise `ValueError` unless `loss` is the name of a form: `"mean"`, or `"sum"`, with a number of labels."""
-    if loss not in ("mean", "sum"):
-        raise ValueError(f'{where}(loss={loss!r}): should be "mean" or "sum"')
-
-
 def label_count(results, label):
     """The number of labels that a Cell's results have second, an integer tensor without dims.
 

@@ -11,23 +11,9 @@ from mindformers_core.program.structure import call_signature
 from mindformers_core.sharding.compiling import jit
 from mindformers_core.sharding.inspecting import prepare
 from mindformers_core.sharding.parameter_storage import parameter_storage
-from mindformers_core.sharding.sharded_cells import (
-    GeneratedCell,
-    ShardedCell,
-    computing_parameters,
-    tree_and_path,
-    tree_of,
-)
+from mindformers_core.sharding.sharded_cells import GeneratedCell, ShardedCell, computing_parameters, own_class, tree_of
 
 _TARGET = "target"
-
-
-def own_class(cell):
-    """The class of a Cell before `shard()` changed it."""
-    if not isinstance(cell, ShardedCell):
-        return type(cell)
-    tree, path = tree_and_path(cell)
-    return tree.classes[path]
 
 
 class StageFunction:

@@ -10,11 +10,9 @@ from mindformers_core.algorithms.dropout import draws_of, next_draw, set_next_dr
 from mindformers_core.dtypes import dtype_name
 from mindformers_core.layout import LayoutSpec, bind_layout
 from mindformers_core.passes.label_counts import label_count
-from mindformers_core.passes.stage_function import own_class
 from mindformers_core.pipeline.agreement import check_argument_names, check_stage_numbers, tied_parameters
-from mindformers_core.pipeline.tables.dependencies import plain_steps
-from mindformers_core.pipeline.tables.step import MetaStepType
-from mindformers_core.sharding.sharded_cells import ShardedCell, tree_of
+from mindformers_core.pipeline.tables.step import MetaStepType, plain_steps
+from mindformers_core.sharding.sharded_cells import ShardedCell, own_class, tree_of
 
 # first entry of a message's tag; for the messages of a schedule's steps it is the type of the step
 _DESCRIPTIONS, _GRADIENTS, _RESULTS, _ACTIVATIONS, _PROGRAMS, _LABELS = range(len(MetaStepType), len(MetaStepType) + 6)

@@ -8,14 +8,14 @@ from mindspore import nn, ops
 from mindformers_core.algorithms.dropout import block_of
 from mindformers_core.communication import channel, world
 from mindformers_core.dtypes import dtype_name
+from mindformers_core.hints import check_loss
 from mindformers_core.passes.forward_backward import ForwardBackward, is_differentiable
-from mindformers_core.passes.label_counts import check_loss
-from mindformers_core.passes.stage_function import StageFunction, own_class
+from mindformers_core.passes.stage_function import StageFunction
 from mindformers_core.pipeline.agreement import check_boundary
 from mindformers_core.pipeline.rank_stages import RankStages
 from mindformers_core.pipeline.stage_gradients import StageGradients
 from mindformers_core.sharding.parameter_storage import parameter_storage
-from mindformers_core.sharding.sharded_cells import ShardedCell, computing_parameters, tree_of
+from mindformers_core.sharding.sharded_cells import ShardedCell, computing_parameters, own_class, tree_of
 from mindformers_core.sharding.whole_tensors import note_owner
 
 

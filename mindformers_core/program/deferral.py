@@ -8,15 +8,8 @@ from dataclasses import dataclass
 
 from mindformers_core.operators.registry import facts_of
 from mindformers_core.program.environment import follow
-from mindformers_core.program.plan import (
-    CallPlan,
-    OperatorPlan,
-    Redistribution,
-    called_graphs,
-    joined_path,
-    parameter_path,
-)
-from mindformers_core.program.structure import Value, tree_leaves
+from mindformers_core.program.plan import CallPlan, Redistribution, called_graphs, joined_path, parameter_path
+from mindformers_core.program.structure import Value
 
 PRODUCTS = "deferred_products"  # the name of a generated function's argument with one object for each deferred operator
 
@@ -118,15 +111,14 @@ def deferred_weights(program_path, plan, graph, below):
         def instruction(_, entry, taken):
             if isinstance(entry, Redistribution):
                 return [(way[0], (*way[1], *entry.steps)) for way in taken if way]
-            if isinstance(entry, OperatorPlan):
-                if entry in deferral.places:
-                    found.append(DeferredWeight(*taken[1], _is_transposed(entry.node)))
-            elif entry.plan is None:
-                uses = [use for inner in graphs[entry].calls() for use in inner.parameters]
-                ordinary.update(joined_path(program_path, use.path) for use in uses)
-            else:
+            if entry.plan is not None:
                 inner = visit(entry.plan, graphs[entry], {tensor: way for tensor, way in taken.items() if way})
                 found.extend([inner] if entry in deferral.places else [])
+            elif isinstance(entry, CallPlan):
+                uses = [use for inner in graphs[entry].calls() for use in inner.parameters]
+                ordinary.update(joined_path(program_path, use.path) for use in uses)
+            elif entry in deferral.places:
+                found.append(DeferredWeight(*taken[1], _is_transposed(entry.node)))
             return ()
 
         follow(plan, ways | passed, instruction)
@@ -142,10 +134,9 @@ def _is_transposed(node):
     if not product or len(arguments) < 2:
         return None
     x, weight, *rest = arguments
-    outputs = tree_leaves(node.outputs)
     if not (isinstance(x, Value) and isinstance(weight, Value)) or len(weight.shape) != 2 or not x.shape:
         return None
-    if len({x.dtype, weight.dtype, outputs[0].dtype}) != 1:
+    if len({x.dtype, weight.dtype, node.made[0].dtype}) != 1:
         return None
     if product == "x @ w.T":
         return True

@@ -28,7 +28,7 @@ def lambda_lift(graph):
     """
     if not any(call.free_variables for call in graph.calls()):
         return graph
-    return _Threading(graph).root()
+    return _Threading(graph).rebuilt(graph)
 
 
 class _Threading:
@@ -42,29 +42,20 @@ class _Threading:
     """
 
     def __init__(self, graph):
-        self.graph = graph
         self.chains, self.exported, self.received, self.moved = {}, defaultdict(list), {}, {}
         self.counts = {}
         self._walk(graph, ())
         uses = [(use, chain) for chain in self.chains.values() for use in chain[-1].free_variables]
         # a call that uses a tensor produced below has a number for it already, so it precedes its callers
-        uses.sort(key=lambda pair: (not self._is_below(pair[0].call, pair[1]), -len(pair[1])))
+        uses.sort(key=lambda pair: (pair[1][-1] not in self.chains[pair[0].call], -len(pair[1])))
         for use, chain in uses:
             self.moved[chain[-1].call, use.value.id] = self._reachable(use, chain)
-
-    def root(self):
-        """The new root."""
-        return self._rebuilt(self.graph)
 
     def _walk(self, graph, above):
         chain = self.chains[graph.call] = (*above, graph)
         for node in graph.nodes:
             if isinstance(node, CallNode):
                 self._walk(node.graph, chain)
-
-    def _is_below(self, call, chain):
-        """Whether a call is below the last one of `chain`."""
-        return chain[-1] in self.chains[call]
 
     def _reachable(self, use, chain):
         """The free variable as a Value of the closest common caller; each call on the way returns it to its caller."""
@@ -88,7 +79,8 @@ class _Threading:
         self.counts[graph.call] += 1
         return self.counts[graph.call] - 1
 
-    def _rebuilt(self, graph):
+    def rebuilt(self, graph):
+        """The new graph of a call."""
         parts = {part.name: getattr(graph, part.name) for part in fields(CellGraph)}
         parts["nodes"] = tuple(self._node(node) if isinstance(node, CallNode) else node for node in graph.nodes)
         uses = [self.moved[graph.call, use.value.id] for use in graph.free_variables]
@@ -103,4 +95,4 @@ class _Threading:
         if node.graph.call in self.exported:
             call = node.graph.call
             outputs = outputs, tuple(self.received[call, value.id] for value in self.exported[call])
-        return replace(node, graph=self._rebuilt(node.graph), outputs=outputs)
+        return replace(node, graph=self.rebuilt(node.graph), outputs=outputs)

@@ -10,7 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
-from mindformers_core.program.structure import Value, canonical, described, shown, shown_arguments, tree_leaves
+from mindformers_core.program.structure import Node, Value, canonical, described, shown, shown_arguments, tree_leaves
 
 
 def cell_label(path, cell):
@@ -41,7 +41,7 @@ class PrimitiveUse:
 
 
 @dataclass(frozen=True)
-class OperatorNode:
+class OperatorNode(Node):
     """A call of one operator.
 
     Attributes:
@@ -67,7 +67,7 @@ class OperatorNode:
     @property
     def constant(self):
         """Whether all results depend on constants only."""
-        return all(value.constant for value in tree_leaves(self.outputs))
+        return all(value.constant for value in self.made)
 
     def __str__(self):
         mark = "  (constant)" if self.constant else ""
@@ -79,7 +79,7 @@ class OperatorNode:
 
 
 @dataclass(frozen=True)
-class CallNode:
+class CallNode(Node):
     """A call of another Cell.
 
     Attributes:
@@ -104,19 +104,14 @@ class CallNode:
 
 def match_arguments(node):
     """The callee's argument Value -> the caller's Value, for a `CallNode`; a tensor that is passed twice comes once."""
-    named, by_position, pairs = dict(node.kwargs), [], []
-    for name, structure in node.graph.arguments.items():
-        if name in named:
-            pairs += zip(tree_leaves(structure), tree_leaves(named.pop(name)), strict=True)
-        else:
-            by_position.append(structure)
-    if named:  # collected by `**kwargs`, which is always the last argument
-        collected = by_position.pop()
-        assert collected.keys() == named.keys(), (collected, named)
-        for name, structure in collected.items():
-            pairs += zip(tree_leaves(structure), tree_leaves(named[name]), strict=True)
-    pairs += zip(tree_leaves(by_position), tree_leaves(node.args), strict=True)
-    return dict(pairs)
+    arguments, named = node.graph.arguments, node.kwargs
+    by_position = [structure for name, structure in arguments.items() if name not in named]
+    further = named.keys() - arguments.keys()
+    collected = by_position.pop() if further else {}  # by `**kwargs`, which is always the last argument
+    assert collected.keys() == further, (collected, named)
+    pairs = [(structure, named[name]) for name, structure in (arguments | collected).items() if name in named]
+    pairs.append((by_position, node.args))
+    return {inner: outer for pair in pairs for inner, outer in zip(*map(tree_leaves, pair), strict=True)}
 
 
 @dataclass(frozen=True)
@@ -318,8 +313,7 @@ class CellGraph:
         for use in self.parameters:
             frozen = "" if use.trainable else "  # not trained"
             lines.append(f"parameter {use.value.described} = {use.local or f'<{use.path}>'}{frozen}")
-        for constant in self.constants:
-            lines.append(f"constant {constant.value.described} = {constant.local or ''} {constant.digest[:12]}")
+        lines += [f"constant {use.value.described} = {use.local or ''} {use.digest[:12]}" for use in self.constants]
         lines += [f"outer {use.value.described}" for use in self.free_variables]
         lines += [*map(str, self.nodes), *(f"self.{each.name} = {shown(each.value)}" for each in self.kept)]
         return [*lines, f"return {shown(self.result)}"]

@@ -10,7 +10,6 @@ from functools import cache
 from itertools import groupby
 
 from mindformers_core.program.graph import CallNode
-from mindformers_core.program.structure import tree_leaves
 
 _WORDS = re.compile(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z0-9])(?=[A-Z][a-z])")
 _ONE_WORD = re.compile(r"mat_mul|re_lu|ge_lu|si_lu|swi_glu")  # usual spellings
@@ -81,7 +80,7 @@ def assigned_names(graph):
         else:
             found = ((index, node, statement.targets) for index, node in _outermost(statement, run))
         for index, node, targets in found:
-            names[index] = [_names(target, len(tree_leaves(node.outputs))) for target in targets]
+            names[index] = [_names(target, len(node.made)) for target in targets]
     return names
 
 

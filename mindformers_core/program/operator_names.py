@@ -12,17 +12,9 @@ from itertools import count
 
 from mindformers_core.grouping import grouped
 from mindformers_core.program.naming import assigned_names, snake_case
-from mindformers_core.program.plan import (
-    CallPlan,
-    Instruction,
-    Redistribution,
-    called_cells,
-    joined_path,
-    operators_in_order,
-)
-from mindformers_core.redistribution.steps import STEP_KINDS
+from mindformers_core.program.plan import CallPlan, Redistribution, called_cells, joined_path, operators_in_order
 
-_SUFFIXES = ("ExtView", "Ext", "View")
+_SUFFIX = re.compile(r"(?<=.)(ExtView|Ext|View)$")
 _CASTS = ("ToDtype", "TypeAs")
 _ALSO_CALLED = {"Dense": "MatMul"}  # in a call without another operator of this name
 _UNTYPABLE = re.compile(r"[\s\[\],/*?]")  # characters that a pattern can't contain literally
@@ -67,7 +59,7 @@ class OperatorName:
             In a Cell with several calls the pattern selects at most one operator of each call.
     """
 
-    place: Instruction
+    place: object
     path: str
     operator: str
     labels: tuple
@@ -105,12 +97,7 @@ def operator_texts(plan, path=""):
 
 def friendly_name(operator):
     """An operator's name without suffix: `MatMulExt` is `MatMul`, `TransposeExtView` `Transpose`, `x.astype` `Cast`."""
-    if operator in _CASTS:
-        return "Cast"
-    for suffix in _SUFFIXES:
-        if operator.endswith(suffix) and operator != suffix:
-            return operator.removesuffix(suffix)
-    return operator
+    return "Cast" if operator in _CASTS else _SUFFIX.sub("", operator)
 
 
 def plain_name(operator):
@@ -126,7 +113,7 @@ def _named(plan):
     for place in operators_in_order(plan):
         entry = place.entry
         if isinstance(entry, Redistribution):
-            steps = _work(entry)
+            steps = [step.forward[0] for step in entry.steps if step.forward[0] not in ("identity", "view")]
             if steps:
                 yield OperatorName(place, place.path, "+".join(steps), _labels(["+".join(steps), *steps]))
         elif not isinstance(entry, CallPlan):
@@ -135,12 +122,6 @@ def _named(plan):
             operator = entry.node.operator
             assigned = variables[place.plan][id(entry.node)]
             yield OperatorName(place, place.path, operator, _labels([friendly_name(operator), operator], assigned))
-
-
-def _work(move):
-    """The names of a redistribution's steps that do work on a rank."""
-    runs = [STEP_KINDS[step.kind].runs(step.op)[0] for step in move.steps]
-    return [name for name in runs if name not in ("identity", "view")]
 
 
 def _variables(graph, callers):

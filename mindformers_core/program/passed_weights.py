@@ -16,13 +16,9 @@ def passed_parameter(plan, use):
 
 def passed_to_call(plan, call):
     """The expression for the weights that a plan's function passes to a call."""
-    start = len(plan.graph.parameters)
-    for other in plan.calls:
-        end = start + _count(other.plan)
-        if other is call:
-            return f"{WEIGHTS}[{start}:{end}]"
-        start = end
-    raise AssertionError(call)
+    before = plan.calls[: plan.calls.index(call)]
+    start = len(plan.graph.parameters) + sum(_count(other.plan) for other in before)
+    return f"{WEIGHTS}[{start}:{start + _count(call.plan)}]"
 
 
 def _count(plan):
@@ -30,13 +26,12 @@ def _count(plan):
     return 0 if plan is None else len(plan.graph.parameters) + sum(_count(call.plan) for call in plan.calls)
 
 
-def weights_of_call(plan, graph, find):
-    """The weights that a call of a plan's function passes, as a list.
+def weight_paths(plan, graph):
+    """The paths, from the Cell of the program, of the weights that a call of a plan's function passes.
 
     Args:
         plan: the plan.
         graph: the `CellGraph` of this call; equal calls share a plan.
-        find: function from a path, from the Cell of the program, to the parameter.
     """
     calls = walk_graphs(plan, graph)
-    return [find(parameter_path(*call, number)) for call in calls for number in range(len(call[0].graph.parameters))]
+    return [parameter_path(*call, number) for call in calls for number in range(len(call[0].graph.parameters))]

@@ -77,12 +77,12 @@ class _NodePlan:
     @property
     def consumed(self):
         """Pairs (Value, Layout) of the tensor arguments, in order; a `lifted` tensor is none."""
-        return list(zip(tree_leaves((self.node.args, self.node.kwargs)), self.inputs, strict=True))
+        return list(zip(self.node.taken, self.inputs, strict=True))
 
     @property
     def produced(self):
         """Pairs (Value, Layout) of the outputs, in order."""
-        return list(zip(tree_leaves(self.node.outputs), self.outputs, strict=True))
+        return list(zip(self.node.made, self.outputs, strict=True))
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,8 +92,8 @@ class OperatorPlan(_NodePlan):
     Attributes:
         node: the `OperatorNode`.
         signature: the `Signature` of the node.
-        inputs: the layout of every tensor input, in the order of `tree_leaves((node.args, node.kwargs))`; available.
-        outputs: the layout of every output, in the order of `tree_leaves(node.outputs)`.
+        inputs: the layout of every tensor input, in the order of `node.taken`; available.
+        outputs: the layout of every output, in the order of `node.made`.
         choice: the `Choice`, with the mesh axes that shard every factor.
         algorithm: name of the distributed algorithm that runs instead of the operator, or None.
         cut_axes: the mesh axes over which the algorithm communicates, major to minor.
@@ -134,8 +134,8 @@ class CallPlan(_NodePlan):
 
     Attributes:
         node: the `CallNode`.
-        inputs: the layout of every tensor argument, in the order of `tree_leaves((node.args, node.kwargs))`.
-        outputs: the layout of every result, in the order of `tree_leaves(node.outputs)`.
+        inputs: the layout of every tensor argument, in the order of `node.taken`.
+        outputs: the layout of every result, in the order of `node.made`.
         plan: the called Cell's `CellPlan`, the same object for identical calls (its `graph` is that of the first
             call); None for a Cell with a `bprop` of its own, which runs unchanged on whole tensors.
         lifted: pairs (Value of the calling plan, Layout) for the callee's `lifted`, in order.

@@ -5,6 +5,7 @@ A pytree is a tuple, list or dict of pytrees, or a leaf. Captured graphs consist
 
 from copy import copy
 from dataclasses import dataclass, is_dataclass
+from functools import cached_property
 from inspect import Parameter, signature
 
 
@@ -82,6 +83,20 @@ def tree_leaves(structure, kind=Value):
         return [structure] if isinstance(structure, kind) else []
     entries = structure.values() if isinstance(structure, dict) else structure
     return [leaf for entry in entries for leaf in tree_leaves(entry, kind)]
+
+
+class Node:
+    """Base of the nodes of a graph: the Values that one takes and makes, in order; some may come twice."""
+
+    @cached_property
+    def taken(self):
+        """Those among the arguments."""
+        return tree_leaves((self.args, self.kwargs))
+
+    @cached_property
+    def made(self):
+        """The outputs."""
+        return tree_leaves(self.outputs)
 
 
 def tree_fill(structure, leaves, kinds=Value):

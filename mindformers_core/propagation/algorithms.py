@@ -29,8 +29,8 @@ def through_algorithm(plan, algorithm, given, constant, part):
     held = {use.value.id: constant(use) for use in graph.constants}
     held.update((value.id, each) for value, each in zip(tree_leaves(graph.arguments), given))
     for node, moved in zip(graph.nodes, steps, strict=True):
-        taken = [held[value.id] for value in tree_leaves((node.args, node.kwargs))]
-        held.update((value.id, each) for value, each in zip(tree_leaves(node.outputs), part(node, moved, taken)))
+        taken = [held[value.id] for value in node.taken]
+        held.update((value.id, each) for value, each in zip(node.made, part(node, moved, taken)))
     return [held[value.id] for value in tree_leaves(graph.result)]
 
 
@@ -44,7 +44,7 @@ def algorithm_steps(plan, algorithm):
     def part(node, steps, flowing):
         flows = passes_gradient(node.operator) and any(flowing)
         found.extend((step, flows) for step in steps or ())
-        return [flows and is_float(value.dtype) for value in tree_leaves(node.outputs)]
+        return [flows and is_float(value.dtype) for value in node.made]
 
     through_algorithm(plan, algorithm, (is_float(value.dtype) for value, _ in plan.consumed), lambda _: False, part)
     return tuple(found)

@@ -6,7 +6,7 @@ from mindformers_core.hints import nearest
 from mindformers_core.layout import bind_layout
 from mindformers_core.program.free_variables import own_result
 from mindformers_core.program.plan import Reason
-from mindformers_core.program.structure import Value, tree_map
+from mindformers_core.program.structure import Value, tree_leaves
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ def boundary_target(declared, mesh, shape, arriving, weight_axes, name):
     """
     target = bind_layout(declared, mesh, len(shape), arriving, name)
     target.local_shape(shape, f"{name}, which arrives as {arriving},")
-    gathered = () if target.partial else [axis for axis in weight_axes if not _is_whole(arriving, axis)]
-    marks = {axis for axis in (*gathered, *arriving.varying) if _is_whole(target, axis)}
+    gathered = () if target.partial else arriving.placed_axes.intersection(weight_axes)
+    marks = {*gathered, *arriving.varying} - target.placed_axes
     return target.replace(varying={*target.varying, *marks})
 
 
@@ -79,8 +79,6 @@ def no_tensor(name, declared, value):
 
 def declared_inputs(graph, declaration):
     """`(Value, declared layout, Reason that names it)` of a call's arguments; a tensor's first declaration counts."""
-    if declaration is None:
-        return []
     arguments = [(name, graph.arguments.get(name)) for name in declaration.inputs]
     return _declared(graph, arguments, declaration.inputs, "input")
 
@@ -91,8 +89,6 @@ def declared_outputs(graph, declaration):
     Raises:
         ValueError: a layout is declared for an output that doesn't exist.
     """
-    if declaration is None or not declaration.outputs:
-        return []
     result = own_result(graph)
     if not isinstance(result, dict):
         result = dict(enumerate(result if isinstance(result, (tuple, list)) else (result,)))
@@ -109,15 +105,9 @@ def _declared(graph, structures, layouts, what):
         shown = f"'{key}'" if what == "input" else repr(key)
         name = Reason(f"{shown} of {graph.label}", what)
 
-        def enter(leaf, declared=declared, name=name):
+        for leaf in tree_leaves(structure, object):
             if isinstance(leaf, Value):
                 found.setdefault(leaf.id, (leaf, declared, name))
             elif leaf is not None:
                 raise no_tensor(name, declared, leaf)
-
-        tree_map(enter, structure)
     return list(found.values())
-
-
-def _is_whole(layout, axis):
-    return not any(axis in axes for axes in layout.dims) and axis not in dict(layout.partial)

@@ -89,7 +89,7 @@ class _PlanCheck:
             if isinstance(entry, Redistribution):
                 self.move(entry)
                 continue
-            self.take(tree_leaves((self.node.args, self.node.kwargs)), entry.inputs)
+            self.take(self.node.taken, entry.inputs)
             self.call(entry) if isinstance(entry, CallPlan) else self.operate(entry)
         self.node = None
         if self.left:
@@ -130,7 +130,7 @@ class _PlanCheck:
 
     def produce(self, node, layouts):
         """Record the instruction of a node, which produces its results in these layouts."""
-        values = tree_leaves(node.outputs)
+        values = node.made
         if id(node) not in self.left:
             self.fault("is carried out twice")
         self.left.discard(id(node))
@@ -173,7 +173,7 @@ class _PlanCheck:
     def operate(self, plan):
         """Check an operator's outputs against its rule, and the local shapes against its local call."""
         node, mesh = plan.node, self.plan.mesh
-        values = tree_leaves((node.args, node.kwargs))
+        values = node.taken
         flows = [self.flows[value.id] for value in values]
         flows[1:] = [NOTHING] * len(flows[1:]) if facts_of(node.operator).writes else flows[1:]
         metas = [
@@ -187,8 +187,7 @@ class _PlanCheck:
             shapes = local_call_shapes(plan) if plan.algorithm is None and values else None
         except (ValueError, TypeError) as error:
             self.fault(str(error))
-        made = tree_leaves(node.outputs)
-        for value, layout, planned in zip(made, outputs, plan.outputs):
+        for value, layout, planned in zip(node.made, outputs, plan.outputs):
             self.flows[value.id] = gradient_flow(value, flow)
             layout = layout if self.flows[value.id] else layout.replace(varying=())
             if layout != planned:
@@ -205,7 +204,7 @@ class _PlanCheck:
     def call(self, call):
         """Check that a call and the plan of the called Cell agree."""
         node, inner = call.node, call.plan
-        made = tree_leaves(node.outputs)
+        made = node.made
         if inner is None:
             flows = self.call_whole(call, made)
         else:

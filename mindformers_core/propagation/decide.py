@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from mindformers_core.operators import OperatorCall, facts_of, is_float, tensor_meta
-from mindformers_core.operators.resolve import undivided_reason
+from mindformers_core.operators.resolve import resolve, resolved, undivided_reason
 from mindformers_core.program.graph import CallNode, match_arguments
 from mindformers_core.program.plan import Reason
 from mindformers_core.program.structure import tree_leaves
@@ -43,7 +43,7 @@ class CallDecision:
         node: the `CallNode`.
         decision: the `Decision` of its plan; None for a Cell with a `bprop` of its own.
         keys: of every tensor from outside: key in the callee -> key in the caller.
-        outputs: the layouts of `tree_leaves(node.outputs)`.
+        outputs: the layouts of `node.made`.
     """
 
     node: CallNode
@@ -167,9 +167,8 @@ class _OpenCall:
 
     def operate(self, node, place):
         """Decide an operator."""
-        values, made = self.run.tensors(node)
-        keys = [self.key(value) for value in values]
-        metas = tuple(map(self.meta, values, keys))
+        made, keys = node.made, [self.key(value) for value in node.taken]
+        metas = tuple(map(self.meta, node.taken, keys))
         free, trained, kept = self.known_of(keys)
         given, choice = (metas, free, trained, kept), self.choices.get(place)
         key = id(node), *given, choice
@@ -207,10 +206,10 @@ class _OpenCall:
                 given = metas[0], *(tensor_meta(meta.shape, meta.dtype, meta.layout, True) for meta in metas[1:])
                 if 0 not in free:
                     declared = (metas[0].layout, *(None,) * (len(metas) - 1)), None
-            dtypes = tuple(value.dtype for value in run.tensors(node)[1])
+            dtypes = tuple(value.dtype for value in node.made)
             known = *declared, free, trained, kept, partial(run.algorithm_price, node)
             call = OperatorCall(node.operator, signature, given, run.mesh, run.device_model, dtypes, *known)
-            found = run.resolve(call, choice)
+            found = choice and resolved(call, choice) or resolve(call)
             plan = operator_plan(node, call, found)
         except _LOCATED as error:
             raise type(error)(self.located(node, str(error))) from error
@@ -227,8 +226,7 @@ class _OpenCall:
 
     def declared(self, node, signature, metas):
         """The layouts declared for an operator's inputs and outputs: see `declared_layouts`."""
-        declaration = self.run.declaration(self.graph.path)
-        operator = declaration.operators.get(node.attribute) if declaration is not None else None
+        operator = self.run.declaration(self.graph.path).operators.get(node.attribute)
         if operator is None:
             return None, None
         where = f"{self.label}, operator '{node.attribute}' ({node.operator})"
@@ -260,10 +258,10 @@ class _OpenCall:
         keys = self.run.keys_of(callee, node.graph, keys)
         for inner, outer in keys.items():
             self.decision.required[outer].merge(callee.required[inner])
-        for outer, inner in dict(zip(tree_leaves(node.outputs), tree_leaves(node.graph.result), strict=True)).items():
+        for outer, inner in dict(zip(node.made, tree_leaves(node.graph.result), strict=True)).items():
             key = callee.graph.names.get(inner.id, inner.id)
             self.enter(outer.id, outer, callee.current[key], callee.flows[key])
-        outputs = tuple(self.decision.current[value.id] for value in tree_leaves(node.outputs))
+        outputs = tuple(self.decision.current[value.id] for value in node.made)
         self.decision.entries.append(CallDecision(node, callee, keys, outputs))
 
     def call_whole(self, node):
@@ -277,17 +275,15 @@ class _OpenCall:
                     f"{label} has a bprop of its own and runs on whole tensors, but its parameter '{path}' is sharded "
                     f"as {layout}: leave it whole, or write the Cell without a bprop"
                 )
-        values = tree_leaves((node.args, node.kwargs))
-        for value in values:
+        for value in node.taken:
             self.take(self.key(value), self.run.replicated(value), Reason(f"{label}, which has a bprop of its own"))
-        flows = [self.decision.flows[self.key(value)] for value in values]
+        flows = [self.decision.flows[self.key(value)] for value in node.taken]
         flows += [TRAINED for use in uses.values() if use.trainable]
-        outputs = tree_leaves(node.outputs)
-        for value in dict.fromkeys(outputs):
+        for value in dict.fromkeys(node.made):
             flow = gradient_flow(value, max(flows, default=NOTHING))
             self.enter(value.id, value, self.run.replicated(value), flow)
         self.decision.calls.append(None)
-        self.decision.entries.append(CallDecision(node, None, {}, tuple(map(self.run.replicated, outputs))))
+        self.decision.entries.append(CallDecision(node, None, {}, tuple(map(self.run.replicated, node.made))))
 
     def leave(self, declared, final, wanted):
         """Decide the layouts of the results."""

@@ -33,10 +33,10 @@ class _Insertion:
         self.run = run
         self.decision = decision
         self.first = {key: passed.get(key, required.first) for key, required in decision.required.items()}
-        self.available = {}  # key -> layouts; empty for a tensor without any so far
-        for key in (*passed, *decision.graph.uses.parameters):
-            self.available[key] = {self.first[key]}
-        self.available |= {key: set() for key in decision.graph.uses.free_variables}
+        uses, constants = decision.graph.uses, [use.value.id for use in decision.graph.constants]
+        # key -> layouts; empty for a tensor without any so far
+        self.available = {key: {self.first[key]} for key in (*passed, *uses.parameters, *constants)}
+        self.available |= {key: set() for key in uses.free_variables}
         for key, layout in lifted:
             self.first[key] = self.first[key] if self.available[key] else layout
             self.available[key].add(layout)
@@ -49,14 +49,12 @@ class _Insertion:
         """See `insert_redistributions`."""
         graph = self.decision.graph
         lifted = tuple((self._value(key), layout) for key, layout in self.lifted)
-        for constant in graph.constants:
-            self.available[constant.value.id] = {self.first[constant.value.id]}
         *steps, results = self.decision.used
         for entry, used in zip(self.decision.entries, steps, strict=True):
             for key, layout in used:
                 self._ensure(key, layout)
             self.instructions.append(self._call(entry) if isinstance(entry, CallDecision) else entry)
-            for value in tree_leaves(entry.node.outputs):
+            for value in entry.node.made:
                 self.available[value.id] = {self.first[value.id]}
         for key, layout in results:
             self._ensure(key, layout)
@@ -132,14 +130,15 @@ class _Insertion:
         """The `CallPlan` of a call, after redistribution of its inputs."""
         node = entry.node
         if entry.decision is None:
-            inputs = tuple(self.run.replicated(value) for value in tree_leaves((node.args, node.kwargs)))
+            inputs = tuple(self.run.replicated(value) for value in node.taken)
             return CallPlan(node, inputs, entry.outputs, None)
         passed, lifted = {}, []
         for inner, outer in entry.keys.items():
             needs = entry.decision.required[inner]
             wanted = needs.entries({needs.first, *self.made_here.get(outer, ()), *self.available[outer]})
             if isinstance(inner, int):
-                passed[inner] = self._passed(wanted, needs, outer)
+                # an argument that the callee doesn't use in an available layout
+                passed[inner] = next((at for at in (needs.entry(), *wanted) if at in wanted), self.first[outer])
                 lifted += [(inner, layout) for layout in wanted if layout != passed[inner]]
             else:
                 stored = needs.first if isinstance(inner, str) else None
@@ -149,12 +148,6 @@ class _Insertion:
         plan = self.run.place(entry.decision, passed, tuple(lifted))
         layouts = {entry.keys[inner]: layout for inner, layout in passed.items()}
         keys = {value.id: key for key, value in self.values.items()}
-        inputs = tuple(layouts[keys.get(value.id, value.id)] for value in tree_leaves((node.args, node.kwargs)))
+        inputs = tuple(layouts[keys.get(value.id, value.id)] for value in node.taken)
         pairs = tuple((self._value(entry.keys[inner]), layout) for inner, layout in lifted)
         return CallPlan(node, inputs, entry.outputs, plan, pairs)
-
-    def _passed(self, wanted, needs, outer):
-        """The layout in which an argument is passed; an available one for an argument that the callee doesn't use."""
-        if not wanted:
-            return self.first[outer]
-        return needs.entry() if needs.entry() in wanted else wanted[0]

@@ -15,7 +15,6 @@ from dataclasses import replace
 from mindformers_core.grouping import grouped
 from mindformers_core.operators.registry import facts_of
 from mindformers_core.operators.resolve import alternatives
-from mindformers_core.program.structure import tree_leaves
 from mindformers_core.propagation.decide import TRAINED, CallDecision, decide_plan
 
 MOST_NODES = 150_000  # decisions of operators and calls for one call of a Cell: a few seconds
@@ -82,7 +81,7 @@ def _above(decision, place):
     entry, call = decision.entries[place], decision.calls[place]
     if isinstance(entry, CallDecision) or len(call.metas) != 1 or {0} not in call.signature.linear:
         return None
-    values, results = tree_leaves((entry.node.args, entry.node.kwargs)), tree_leaves(entry.node.outputs)
+    values, results = entry.node.taken, entry.node.made
     if len(results) != 1 or values[0].id in {use.value.id for use in decision.graph.parameters}:
         return None
     required = decision.required[results[0].id]
@@ -113,7 +112,7 @@ def _candidates(run, decision, choices, tried):
     producers = {
         value.id: (place, number)
         for place, entry in enumerate(decision.entries)
-        for number, value in enumerate(tree_leaves(entry.node.outputs))
+        for number, value in enumerate(entry.node.made)
     }
     consumers = grouped((pair, place) for place, used in enumerate(decision.used[:-1]) for pair in used)
     for key, source, target in _moves_to_save(run, decision, producers):
@@ -131,27 +130,19 @@ def _candidates(run, decision, choices, tried):
 
 def _gathered_once(decision):
     """Of each tensor that several algorithms take: choices by which operators take it whole, from one gather."""
-    taken = grouped(
-        ((pair, "gathered once"), place)
-        for place, (entry, used) in enumerate(zip(decision.entries, decision.used))
-        for pair in used[:1]
-        if not isinstance(entry, CallDecision) and entry.algorithm is not None
-    )
-    for key, places in taken.items():
-        if len(places) > 1:
-            ways = [
-                [way for way in alternatives(decision.calls[place]) if way.algorithm[0] is None] for place in places
-            ]
-            if all(ways):
-                best = [min(each, key=_order).choice for each in ways]
-                yield key, dict(zip(places, best))
+    entries = enumerate(zip(decision.entries, decision.used))
+    taken = grouped((used[0], place) for place, (entry, used) in entries if used and getattr(entry, "algorithm", None))
+    for tensor, places in taken.items():
+        calls = [decision.calls[place] for place in places] if len(places) > 1 else []
+        ways = [[way for way in alternatives(call) if way.algorithm[0] is None] for call in calls]
+        if ways and all(ways):
+            yield (tensor, "gathered once"), {place: min(each, key=_order).choice for place, each in zip(places, ways)}
 
 
 def _can_improve(run, entry, call):
     """Whether an entry is a call that lookahead changes."""
-    if not isinstance(entry, CallDecision) or entry.decision is None:
-        return False
-    return run.improved(entry.node.graph, call) is not entry.decision
+    decision = getattr(entry, "decision", None)
+    return decision is not None and run.improved(entry.node.graph, call) is not decision
 
 
 def _moves_to_save(run, decision, producers):
@@ -170,7 +161,7 @@ def _moves_to_save(run, decision, producers):
 def _scattered(decision, place, key, source, target):
     """What `alternatives` takes as suggested: of a partial sum that a product gets whole, parts along each dim."""
     entry, call = decision.entries[place], decision.calls[place]
-    axes = tuple(axis for axis, _ in source.partial if axis not in {*dict(target.partial), *target.cut_axes})
+    axes = tuple(axis for axis, _ in source.partial if axis not in target.placed_axes)
     if not axes or not callable(facts_of(call.name).operations):
         return []
     keys = [decision.graph.names.get(value.id, value.id) for value, _ in entry.consumed]
@@ -192,7 +183,7 @@ def _pulled(decision, producers, key, target):
                 continue
             entry, call = decision.entries[place], decision.calls[place]
             if isinstance(entry, CallDecision):
-                count = len(tree_leaves(entry.node.outputs))
+                count = len(entry.node.made)
                 if entry.decision is not None:
                     chosen[place] = tuple(layout if other == number else None for other in range(count))
                 continue

@@ -4,7 +4,7 @@ from mindformers_core.operators import TensorMeta, signature_of, tensor_meta
 from mindformers_core.operators.registry import FLOWS, facts_of, rule_attributes
 from mindformers_core.operators.signature import whole_signature
 from mindformers_core.program.plan import OperatorPlan
-from mindformers_core.program.structure import Value, tree_fill, tree_leaves, tree_map
+from mindformers_core.program.structure import Value, tree_fill
 
 TENSORS = Value, TensorMeta  # what stands for tensors among the arguments of a node
 
@@ -20,11 +20,11 @@ def operator_signature(node):
     Raises:
         ValueError: there is no rule, the rule rejects the call, or predicts other shapes than the captured ones.
     """
-    outputs = tree_leaves(node.outputs)
-    if not tree_leaves((node.args, node.kwargs)):
+    values, outputs = node.taken, node.made
+    if not values:
         return whole_signature((), [value.shape for value in outputs])
-    args, kwargs = tree_map(_without_layout, (node.args, node.kwargs))
-    signature = _signature_of(node, args, kwargs)
+    metas = [tensor_meta(value.shape, value.dtype, None, value.constant) for value in values]
+    signature = local_signature(node, *tree_fill((node.args, node.kwargs), metas))
     predicted = signature.output_shapes
     if predicted != [value.shape for value in outputs]:
         made = ", ".join(value.described for value in outputs)
@@ -34,28 +34,19 @@ def operator_signature(node):
 
 def local_call_shapes(plan):
     """The output shapes of an `OperatorPlan`'s local call, by its rule for local shapes and arguments."""
-    node, metas = plan.node, []
-    for value, layout in zip(tree_leaves((node.args, node.kwargs)), plan.inputs):
-        metas.append(tensor_meta(layout.local_shape(value.shape), value.dtype, None, value.constant))
+    node = plan.node
+    metas = [tensor_meta(at.local_shape(v.shape), v.dtype, None, v.constant) for v, at in plan.consumed]
     arguments = node.args, node.kwargs
     if plan.signature.local.localize is not None:  # else a wrong plan may have no local shapes
         arguments = plan.signature.local.localized(*arguments, plan.local_shapes)
-    return call_shapes(node, *tree_fill(arguments, metas, TENSORS))
+    return local_signature(node, *tree_fill(arguments, metas, TENSORS)).output_shapes
 
 
-def call_shapes(node, args, kwargs):
-    """The output shapes of a node's operator for other arguments, by its rule; `TensorMeta`s stand for tensors."""
-    return _signature_of(node, args, kwargs).output_shapes
-
-
-def _signature_of(node, args, kwargs):
+def local_signature(node, args, kwargs):
+    """The `Signature` of a node's operator for other arguments, by its rule; `TensorMeta`s stand for tensors."""
     attributes = node.primitive.attributes if node.primitive is not None else {}
-    shapes = [value.shape for value in tree_leaves(node.outputs)]
+    shapes = [value.shape for value in node.made]
     return signature_of(node.operator, args, kwargs | rule_attributes(node.operator, attributes), shapes)
-
-
-def _without_layout(leaf):
-    return tensor_meta(leaf.shape, leaf.dtype, None, leaf.constant) if isinstance(leaf, Value) else leaf
 
 
 def operator_plan(node, call, resolution):

@@ -17,17 +17,19 @@ the least cost of redistribution is MindSpore's sharding propagation; layouts th
 stated order of priorities, follow OpenXLA Shardy.
 """
 
+from mindformers_core.grouping import grouped
 from mindformers_core.layout import Layout
-from mindformers_core.operators.resolve import resolve, resolved
-from mindformers_core.operators.signature import is_float
 from mindformers_core.program.free_variables import lambda_lift
 from mindformers_core.program.structure import tree_leaves
 from mindformers_core.propagation.algorithms import algorithm_steps
-from mindformers_core.propagation.decide import FLOWS, NOTHING, decide_plan
+from mindformers_core.propagation.boundaries import Declaration
+from mindformers_core.propagation.decide import decide_plan, gradient_flow
 from mindformers_core.propagation.insertion import insert_redistributions
 from mindformers_core.propagation.lookahead import improve
 from mindformers_core.propagation.operators import operator_plan, operator_signature
 from mindformers_core.redistribution import CPU, FREE, redistribution_price, steps_price
+
+_NOTHING = Declaration()
 
 
 def propagate(graph, mesh, arguments, parameters, declarations=None, device_model=CPU, final=True, algorithm=None):
@@ -73,10 +75,8 @@ def derive_parameters(graph, mesh, arguments, parameters, declarations=None, dev
     """
     run, graph = Propagation(mesh, parameters, declarations or {}, device_model, free, algorithm), lambda_lift(graph)
     decision = run.decide_root(graph, arguments, True)
-    found = {}
-    for path, use in graph.uses.parameters.items():
-        if path in run.free:
-            found[path] = _best_stored(run, use, decision.required[path])
+    uses = graph.uses.parameters.items()
+    found = {path: _best_stored(run, use, decision.required[path]) for path, use in uses if path in run.free}
     return {**parameters, **found}
 
 
@@ -112,11 +112,11 @@ class Propagation:
         self._declarations = declarations
         self._below = _by_ancestor(declarations)
         self._decisions, self._improved, self._plans = {}, {}, {}
-        self._signatures, self._tensors, self._operators, self._algorithms = {}, {}, {}, {}
+        self._signatures, self._operators, self._algorithms = {}, {}, {}
 
     def declaration(self, path):
-        """The `Declaration` of a Cell, or None."""
-        return self._declarations.get(path)
+        """The `Declaration` of a Cell; an empty one where nothing is declared."""
+        return self._declarations.get(path, _NOTHING)
 
     def replicated(self, value):
         """The layout of a tensor that is replicated on all ranks."""
@@ -141,9 +141,8 @@ class Propagation:
 
     def decide_root(self, graph, layouts, final):
         """The `Decision` for the root, whose inputs may require gradients, but depend on no trained parameter."""
-        arguments = {}
-        for value in tree_leaves(graph.arguments):
-            arguments[value.id] = layouts[value.id], FLOWS if is_float(value.dtype) else NOTHING, False
+        values = tree_leaves(graph.arguments)
+        arguments = {value.id: (layouts[value.id], gradient_flow(value), False) for value in values}
         self.weight_axes -= {axis for layout, _, _ in arguments.values() for axis in layout.cut_axes}
         return self.improved(graph, arguments, final)
 
@@ -172,12 +171,6 @@ class Propagation:
         """The `Signature` of an operator."""
         return _once(self._signatures, id(node), lambda: operator_signature(node))
 
-    def tensors(self, node):
-        """The Values that an operator takes, and those that it makes."""
-        return _once(
-            self._tensors, id(node), lambda: (tree_leaves((node.args, node.kwargs)), tree_leaves(node.outputs))
-        )
-
     def operator(self, call, make):
         """What `make()` gives for an operator's call with a choice, shared by equal ones."""
         return _once(self._operators, call, make)
@@ -191,11 +184,6 @@ class Propagation:
             self._algorithms, (id(node), found.choice, found.inputs), lambda: algorithm_steps(plan, self.algorithm)
         )
         return steps_price([(step, gradient and bool(call.trained)) for step, gradient in steps], self.device_model)
-
-    def resolve(self, call, choice):
-        """The `Resolution` of an `OperatorCall`: that of a `Choice` where it is possible, else the cheapest."""
-        again = None if choice is None else resolved(call, choice)
-        return resolve(call) if again is None else again
 
     def place(self, decision, passed, lifted):
         """The `CellPlan` of a call, shared by identical calls; see `insert_redistributions`."""
@@ -212,11 +200,9 @@ def _once(known, key, make):
 
 def _by_ancestor(declarations):
     """Path of a Cell -> the declarations of the Cell and those below, by relative path, in a comparable form."""
-    found = {}
+    pairs = []
     for path, declaration in declarations.items():
         segments = path.split(".") if path else []
-        shown = repr(declaration)
-        for length in range(len(segments) + 1):
-            ancestor, relative = ".".join(segments[:length]), ".".join(segments[length:])
-            found.setdefault(ancestor, []).append((relative, shown))
-    return {path: tuple(sorted(entries)) for path, entries in found.items()}
+        ways = ((".".join(segments[:end]), ".".join(segments[end:])) for end in range(len(segments) + 1))
+        pairs += [(ancestor, (relative, repr(declaration))) for ancestor, relative in ways]
+    return {path: tuple(sorted(entries)) for path, entries in grouped(pairs).items()}

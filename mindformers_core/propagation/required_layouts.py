@@ -75,17 +75,12 @@ class RequiredLayouts:
 
     def entry(self):
         """The last common layout of the paths to all wanted layouts; `first` where none is wanted."""
-        common = None
-        for layout in self.wanted:
-            way = self.way(layout)
-            common = way if common is None else [a for a, b in zip(common, way) if a == b]
+        common = [steps[0] for steps in zip(*map(self.way, self.wanted)) if len(set(steps)) == 1]
         return common[-1] if common else self.first
 
     def entries(self, available):
         """The layouts, in order, that the caller passes: the last one in `available` (which contains `first`) on the
         path to every wanted layout.
         """
-        found = {}
-        for layout in self.wanted:
-            found[next(step for step in reversed(self.way(layout)) if step in available)] = None
-        return list(found)
+        last = (next(step for step in reversed(self.way(layout)) if step in available) for layout in self.wanted)
+        return list(dict.fromkeys(last))

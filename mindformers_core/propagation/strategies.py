@@ -137,9 +137,7 @@ def _assign(counts, candidates, mesh):
         candidates: factor -> axes that may shard it, in order of preference.
         mesh: the mesh.
     """
-    choices = {
-        factor: _choices([axis for axis in axes if mesh.axis_size(axis) > 1]) for factor, axes in candidates.items()
-    }
+    choices = {factor: _subsets([a for a in axes if mesh.axis_size(a) > 1]) for factor, axes in candidates.items()}
     fitting = [[axes for axes in choices[f] if mesh.axis_size(*axes) == count] for f, (count, _) in counts.items()]
     for found in itertools.product(*fitting):
         axes = list(itertools.chain(*found))
@@ -161,12 +159,9 @@ def _assign(counts, candidates, mesh):
     raise AssertionError("the first choices of all factors are a solution")
 
 
-def _choices(axes):
+def _subsets(axes):
     """All subsets of axes, in order, those with the first axes first."""
-    if not axes:
-        return [()]
-    rest = _choices(axes[1:])
-    return [(axes[0], *choice) for choice in rest] + rest
+    return [tuple(itertools.compress(axes, kept)) for kept in itertools.product((True, False), repeat=len(axes))]
 
 
 def _layout(tensor, mesh, axes_of):

@@ -10,7 +10,6 @@ from mindformers_core.program.producers import links_of
 from mindformers_core.recompute.explained import bytes_not_kept
 from mindformers_core.recompute.knapsack import improved, mixed, pieces_of
 from mindformers_core.recompute.pareto import TICKS, Measured, best_of, corners, lower_hull, trade_of
-from mindformers_core.recompute.selection import kept_keys
 
 _SMALL = 400  # largest program, in instructions, in which local search changes every instruction
 _WORK = 60_000  # evaluations of the local search times the number of instructions
@@ -74,7 +73,7 @@ def choice_within(settings, program, boundaries=(), swapped=frozenset(), is_part
         prediction.recomputed,
         not_kept,
         lambda key: forward_seconds(places[key], prediction.algorithm),
-        keep=kept_keys(settings, program, boundaries) | swapped,
+        keep=program.kept(settings, boundaries) | swapped,
         is_part=is_part,
     )
 

@@ -15,16 +15,7 @@ from mindformers_core.recompute.budget import choice_within, described
 from mindformers_core.recompute.checkpointing import checkpoint_call
 from mindformers_core.recompute.explained import explained_activations, explained_cells
 from mindformers_core.recompute.keeping import keeping
-from mindformers_core.recompute.selection import (
-    NamedProgram,
-    cell_lies_in,
-    check_apart,
-    layers_of,
-    recomputed_keys,
-    swapped_keys,
-    whole_cells,
-    written_by,
-)
+from mindformers_core.recompute.selection import NamedProgram, cell_lies_in, layers_of, whole_cells, written_by
 from mindformers_core.recompute.settings import check_compilable, check_gathers
 from mindformers_core.recompute.stages import check_compiled_stages, check_stages, stage_summary
 from mindformers_core.sharding.sharded_cells import CONTAINERS
@@ -77,13 +68,12 @@ class ChosenActivations(ActivationPolicy):
                 self._check_matches()
         if compiled is not None:
             return self._compiled_plan(program, compiled)
-        swapped = swapped_keys(self.swapping, program)
+        swapped = program.swapped(self.swapping)
         keys, choice = self._chosen(program, swapped)
         both = [key for key in swapped if key in keys]
-        check_apart(self.settings, self.swapping, program, both, self.tree.label(""))
+        program.check_apart(self.settings, self.swapping, both, self.tree.label(""))
         keepers = dict.fromkeys(keys, Keeper(*_RECOMPUTED, takes_collectives=self.settings.mp_comm_recompute))
-        for key, prefetch in swapped.items():
-            keepers[key] = Keeper(_ON_HOST, f"on_host_{prefetch}", f"OnHost(prefetch={prefetch})")
+        keepers |= {key: Keeper(_ON_HOST, f"on_host_{n}", f"OnHost(prefetch={n})") for key, n in swapped.items()}
         plan = annotate(plan, keepers)
         if choice is not None:
             self.choices[plan] = choice
@@ -124,7 +114,7 @@ class ChosenActivations(ActivationPolicy):
         """`(keys, Choice or None)`: the recomputed instructions of a program; a budget never selects `swapped` ones."""
         units, choice = tuple(self.tree.storage.units), None
         if self.settings.budget is None or program.path:  # a budget is for the whole
-            keys = recomputed_keys(self.settings, program, units)
+            keys = program.recomputed(self.settings, units)
         else:
             choice = choice_within(self.settings, program, units, frozenset(swapped), self.is_part)
             keys = choice.dropped

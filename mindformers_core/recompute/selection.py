@@ -77,6 +77,71 @@ class NamedProgram:
             keys = {*found.operators}.union(*open_cells)
         return keys if request.layers is True else keys & self.inside(self._calls(request.layers))
 
+    def asked(self, kind, settings):
+        """Keys of the instructions that all `Request`s of a kind select (a set)."""
+        return set().union(*(self.keys(request) for request in settings.requests if request.kind == kind))
+
+    def recomputed(self, settings, boundaries=()):
+        """Keys of the recomputed instructions (a set): their results are not saved.
+
+        Args:
+            settings: the `RecomputeSettings`, without a budget.
+            boundaries: paths of Cells whose results are always saved.
+
+        Raises:
+            ValueError: a pattern selects only Cells with a custom `bprop`.
+        """
+        return self.asked("recompute", settings) - self.kept(settings, boundaries)
+
+    def kept(self, settings, boundaries=()):
+        """Keys of the instructions whose results are always saved; arguments as of `recomputed`."""
+        kept, written = self.asked("exclude", settings), set().union(*map(written_by, self.places))
+        for place in self.places:
+            sends = isinstance(place.entry, Redistribution) and bool(place.entry.steps)
+            values = [value for value, _ in place.entry.consumed] if written else ()
+            reads_state = not written.isdisjoint(_parameters_among(place, values))  # it has another value later on
+            if reads_state or (sends and not settings.mp_comm_recompute) or not _can_run_again(place):
+                kept.add(place.key)
+        for key, cell in self.cells:
+            if key not in self.closed and (key == () or cell in boundaries):  # the caller may write to it in place
+                kept |= self.inside([key]) - self.prediction.cell_keys(key)
+        return kept
+
+    def swapped(self, settings):
+        """Swapped results: key of the instruction -> `backward_prefetch`; `settings`: the `SwapSettings`.
+
+        Results of the program itself are never swapped: the caller may write to them in place.
+        """
+        found = {}
+        for request in settings.requests:
+            found |= dict.fromkeys(self.keys(request), request.backward_prefetch)
+        inner = self.prediction.cell_keys(()) if found else ()
+        places = [place for place in self.places if place.key in found and place.key in inner]
+        return {place.key: found[place.key] for place in places if not _returns_its_input(place.entry)}
+
+    def check_apart(self, settings, swapping, both, label):
+        """Raise `ValueError` for an instruction that is both recomputed and swapped, with the settings that request it.
+
+        Args:
+            settings, swapping: the `RecomputeSettings`, and the `SwapSettings`.
+            both: keys of such instructions.
+            label: owner of the program.
+        """
+        if not both:
+            return
+        key = next((key for key in both if key in self.texts), both[0])
+        asked = [each for each in (*settings.requests, *swapping.requests) if each.kind != "exclude"]
+        names = [
+            f"recompute.select {each.pattern.text!r}" if each.kind == "recompute" and each.pattern else each.where
+            for each in asked
+            if key in self.keys(each)
+        ]
+        raise ValueError(
+            f"{self.texts.get(key, 'a redistribution')} of {label} is recomputed and swapped, by "
+            f"{' and '.join(names)}: what is computed again isn't kept, neither here nor on the host: choose one of "
+            "the two (exclude takes it out of what is recomputed)"
+        )
+
     def inside(self, roots):
         """Keys of the instructions inside the calls `roots`, and `roots` themselves."""
         roots, keys = set(roots), (place.key for place in self.places)
@@ -101,38 +166,6 @@ class NamedProgram:
         return [(key, producers[key]) for key in moves if key not in named]
 
 
-def recomputed_keys(settings, program, boundaries=()):
-    """Keys of the recomputed instructions of a program (a set): their results are not saved.
-
-    Args:
-        settings: the `RecomputeSettings`, without a budget.
-        program: the `NamedProgram`.
-        boundaries: paths of Cells whose results are always saved.
-
-    Raises:
-        ValueError: a pattern selects only Cells with a custom `bprop`.
-    """
-    return asked_keys("recompute", settings, program) - kept_keys(settings, program, boundaries)
-
-
-def asked_keys(kind, settings, program):
-    """Keys of the instructions that all `Request`s of a kind select (a set)."""
-    return set().union(*(program.keys(request) for request in settings.requests if request.kind == kind))
-
-
-def kept_keys(settings, program, boundaries=()):
-    """Keys of the instructions whose results are always saved; arguments as `recomputed_keys`."""
-    kept = asked_keys("exclude", settings, program) | _state_keys(program)
-    for place in program.places:
-        sends = isinstance(place.entry, Redistribution) and bool(place.entry.steps)
-        if not _can_run_again(place) or (sends and not settings.mp_comm_recompute):
-            kept.add(place.key)
-    for key, cell in program.cells:
-        if key not in program.closed and (key == () or cell in boundaries):  # the caller may write to it in place
-            kept |= program.inside([key]) - program.prediction.cell_keys(key)
-    return kept
-
-
 def written_by(place):
     """The paths of the Parameters that an instruction writes, from the program's Cell; a set."""
     node = getattr(place.entry, "node", None)
@@ -145,11 +178,9 @@ def _parameters_among(place, values):
     return {use.path if use.local is None else joined_path(place.path, use.local) for use in uses}
 
 
-def _state_keys(program):
-    """Keys of the instructions that write Parameters, or read them: there are other values later on."""
-    written = set().union(*map(written_by, program.places))
-    places = program.places if written else ()
-    return {p.key for p in places if written & _parameters_among(p, [value for value, _ in p.entry.consumed])}
+def _returns_its_input(entry):
+    """Whether the result of an instruction is its input, perhaps a weight."""
+    return isinstance(entry, OperatorPlan) and is_cast_to_its_dtype(entry.node)
 
 
 def _can_run_again(place):
@@ -162,53 +193,9 @@ def _can_run_again(place):
         return False
     if isinstance(place.entry, Redistribution):
         return "float" in place.entry.value.dtype
-    if not place.entry.inputs or is_cast_to_its_dtype(place.entry.node):
+    if not place.entry.inputs or _returns_its_input(place.entry):
         return False
     return any("float" in value.dtype for value in tree_leaves(place.entry.node.outputs))
-
-
-def swapped_keys(settings, program):
-    """Swapped results of a program: key of the instruction -> `backward_prefetch`.
-
-    Results of the program itself are never swapped: the caller may write to them in place.
-
-    Args:
-        settings: the `SwapSettings`.
-        program: the `NamedProgram`.
-    """
-    found = {}
-    for request in settings.requests:
-        found |= dict.fromkeys(program.keys(request), request.backward_prefetch)
-    inner = program.prediction.cell_keys(()) if found else ()
-    places = [place for place in program.places if place.key in found and place.key in inner]
-    made = [place for place in places if isinstance(place.entry, OperatorPlan)]
-    same = {place.key for place in made if is_cast_to_its_dtype(place.entry.node)}  # their input, perhaps a weight
-    return {place.key: found[place.key] for place in places if place.key not in same}
-
-
-def check_apart(settings, swapping, program, both, label):
-    """Raise `ValueError` for an instruction that is both recomputed and swapped, with the settings that request it.
-
-    Args:
-        settings, swapping: the `RecomputeSettings`, and the `SwapSettings`.
-        program: the `NamedProgram`.
-        both: keys of such instructions.
-        label: owner of the program.
-    """
-    if not both:
-        return
-    key = next((key for key in both if key in program.texts), both[0])
-    asked = [each for each in (*settings.requests, *swapping.requests) if each.kind != "exclude"]
-    names = [
-        f"recompute.select {each.pattern.text!r}" if each.kind == "recompute" and each.pattern else each.where
-        for each in asked
-        if key in program.keys(each)
-    ]
-    raise ValueError(
-        f"{program.texts.get(key, 'a redistribution')} of {label} is recomputed and swapped, by {' and '.join(names)}: "
-        "what is computed again isn't kept, neither here nor on the host: choose one of the two (exclude takes it out "
-        "of what is recomputed)"
-    )
 
 
 def layers_of(containers):

@@ -4,11 +4,11 @@ One stage can't check a pattern: its matches may be on another stage. Layers are
 summaries, operators when all stages have a program. Limits of compiled stages are checked at the first exchange.
 """
 
+from mindformers_core.grouping import grouped
 from mindformers_core.hints import nearest
 from mindformers_core.program.name_ranges import cells_together, quoted
 from mindformers_core.recompute.budget import out_of_reach
 from mindformers_core.recompute.patterns import Found, check_found, match, what_is_there
-from mindformers_core.recompute.selection import asked_keys
 from mindformers_core.scopes import errors_at
 
 _SHOWN = 5  # Cells in an error
@@ -29,9 +29,9 @@ def stage_summary(settings, swapping, layers, paths=(), program=None):
     numbered = [[number, path] for number in sorted(layers) for path in layers[number]]
     summary = {"layers": numbered, "paths": list(paths), "found": None, "chosen": None, "short": None}
     if program is not None:
-        requests, chosen = (*settings.requests, *swapping.requests), asked_keys("recompute", settings, program)
+        requests, chosen = (*settings.requests, *swapping.requests), program.asked("recompute", settings)
         summary["found"] = {_name_of(each): [program.match(each).found, bool(program.keys(each))] for each in requests}
-        summary["chosen"] = [len(chosen), len(chosen - asked_keys("exclude", settings, program))]
+        summary["chosen"] = [len(chosen), len(chosen - program.asked("exclude", settings))]
     return summary
 
 
@@ -68,9 +68,8 @@ def check_stages(settings, swapping, summaries):
 
 def _check_layers(requests, known, is_whole):
     """Raise `ValueError` for layer numbers that no stage has."""
-    layers, paths = {}, [path for summary in known for path in summary["paths"] if path and "." not in path]
-    for number, path in sorted(entry for summary in known for entry in summary["layers"]):
-        layers.setdefault(number, []).append(path)
+    paths = [path for summary in known for path in summary["paths"] if path and "." not in path]
+    layers = grouped(sorted(entry for summary in known for entry in summary["layers"]))
     inside = [path for number in layers for path in layers[number]]
     unnumbered = [path for path in inside if not path.rpartition(".")[2].isdigit()]
     for each in requests:

@@ -11,8 +11,7 @@ from functools import cache, lru_cache
 from math import inf
 
 from mindformers_core.redistribution.device_model import Link
-from mindformers_core.redistribution.steps import STEP_KINDS
-from mindformers_core.redistribution.transitions import REPLICATE, SHARD, VARYING
+from mindformers_core.redistribution.transitions import SHARD, changes_by_kind
 
 OTHER_DIM = "other dim"
 
@@ -58,16 +57,9 @@ def _edges(model, axis, size, parts, count, whole, ops):
 
     A step from dim to dim may take all axes along for the price of one, so that each bears its part only.
     """
-    marks = {"shard": (SHARD, OTHER_DIM), "replicate": (REPLICATE,), "varying": (VARYING,), "partial": ops}
-    for kind, row in STEP_KINDS.items():
-        if not row.source:
-            continue
-        moves_dims = row.source == row.target
-        for before in marks[row.source]:
-            for after in marks[row.target]:
-                op = next((mark for mark in (before, after) if mark in ops), None)
-                if before != after and op in (None, *row.ops):
-                    fixed, per_byte = model.step_rates(kind, op, (axis,), size)
-                    volume = whole // parts if moves_dims else whole * size // parts
-                    share = count if moves_dims and not model.launch else 1
-                    yield before, after, (fixed + per_byte * volume) / share
+    for kind, op, before, after in changes_by_kind((SHARD, OTHER_DIM), ops):
+        moves_dims = {before, after} == {SHARD, OTHER_DIM}
+        fixed, per_byte = model.step_rates(kind, op, (axis,), size)
+        volume = whole // parts if moves_dims else whole * size // parts
+        share = count if moves_dims and not model.launch else 1
+        yield before, after, (fixed + per_byte * volume) / share

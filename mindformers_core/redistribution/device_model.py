@@ -73,15 +73,12 @@ class DeviceModel:
                 raise TypeError(f"axis '{axis}' of device model '{self.name}': {link!r} is no Link(latency, bandwidth)")
         return replace(self, axis_links=tuple(sorted((dict(self.axis_links) | links).items())))
 
+    @lru_cache(maxsize=4096)  # noqa: B019  (a frozen value, of which there are few)
     def on_mesh(self, mesh):
         """This model with the `Link` of its level for each axis of a `DeviceMesh` that has none of its own yet."""
-        links = {}
-        for axis in mesh.axis_names:
-            ranks = mesh.group(mesh.rank_list[0], (axis,))
-            reach = max(ranks) - min(ranks) + 1
-            for size, link in self.levels:
-                if reach > size:
-                    links[axis] = link
+        groups = {axis: mesh.group(mesh.rank_list[0], (axis,)) for axis in mesh.axis_names}
+        reach = {axis: max(ranks) - min(ranks) + 1 for axis, ranks in groups.items()}
+        links = {axis: link for axis in groups for size, link in self.levels if reach[axis] > size}
         return self.with_links(**(links | dict(self.axis_links))) if links else self
 
     def link_over(self, axes):
@@ -138,3 +135,4 @@ CPU = DeviceModel(
     "CPU", 50e9, 0.3e-3, Link(0.05e-3, 0.4e9), host=Link(0.0, 20e9), memory=16e9, memory_bandwidth=20e9,
     operator_launch=30e-6, backend="cpu",
 )  # fmt: skip
+NAMED = {model.name: model for model in (CPU, GPU, ASCEND)}

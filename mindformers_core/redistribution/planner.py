@@ -76,7 +76,8 @@ def _plan(source, target, shape, itemsize, model):
     _check(source, target, shape, model)
     if source == target:
         return Plan(source, target, ())
-    if (source.dims, target.dims) != (source.axes, target.axes) and _is_strided_otherwise(source, target):
+    pairs = zip(zip(source.dims, target.dims), zip(source.axes, target.axes))
+    if any(entries != axes and entries[0] != entries[1] for entries, axes in pairs):
         return _strided_plan(source, target, shape, itemsize, model)
     space = SearchSpace(source, target, shape, itemsize)
     steps, layout = [], source
@@ -87,14 +88,9 @@ def _plan(source, target, shape, itemsize, model):
     return Plan(source, target, tuple(steps))
 
 
-def _is_strided_otherwise(source, target):
-    """Whether a dim is strided before or after, and not alike."""
-    pairs = zip(zip(source.dims, target.dims), zip(source.axes, target.axes))
-    return any(entries != axes and entries[0] != entries[1] for entries, axes in pairs)
-
-
 def _strided_plan(source, target, shape, itemsize, model):
-    """The plan for a dim that is strided before or after: the dim is split where both layouts have an ordinary cut.
+    """The plan for a dim that is strided before or after, and not alike: the dim is split where both layouts have an
+    ordinary cut.
 
     Where there is no such split, the dim is gathered in between, as far as the layouts differ.
     """

@@ -6,10 +6,9 @@ import re
 import yaml
 
 from mindformers_core.hints import nearest
-from mindformers_core.redistribution.device_model import ASCEND, CPU, GPU, DeviceModel, Link
+from mindformers_core.redistribution.device_model import NAMED, DeviceModel, Link
 from mindformers_core.scopes import errors_at
 
-NAMED = {model.name: model for model in (CPU, GPU, ASCEND)}
 _PREFIXES = {"n": 1e-9, "u": 1e-6, "µ": 1e-6, "m": 1e-3, "": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _LINK = {"latency": "s", "bandwidth": "B/s"}
 _UNITS = {  # attribute of a `DeviceModel` -> its unit, or those of its parts

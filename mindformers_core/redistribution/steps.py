@@ -78,10 +78,8 @@ STEP_KINDS = {
 # Of each collective: how often a rank sends in turn, and how many n-ths of the *larger* of its input and output leave a
 # rank of a group of n, by the ring algorithms (Thakur, Rabenseifner, Gropp 2005). Other operations are local, and free.
 COLLECTIVES = {
-    "all_gather": (lambda n: n - 1, lambda n: n - 1),
-    "reduce_scatter": (lambda n: n - 1, lambda n: n - 1),
+    **dict.fromkeys(("all_gather", "reduce_scatter", "all_to_all"), (lambda n: n - 1, lambda n: n - 1)),
     "all_reduce": (lambda n: 2 * (n - 1), lambda n: 2 * (n - 1)),
-    "all_to_all": (lambda n: n - 1, lambda n: n - 1),
     "permute": (lambda n: 1, lambda n: n),
 }
 # The same of backends that carry some of them in other ways. A graph on CPU has sums of floats alone: an all-gather is

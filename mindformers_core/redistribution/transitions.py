@@ -1,7 +1,7 @@
 """The states of the search for a plan, and every single step that leads from one to another. Pure Python."""
 
 from functools import lru_cache
-from itertools import combinations, permutations
+from itertools import combinations, permutations, product
 from math import gcd, prod
 from os.path import commonprefix
 
@@ -113,14 +113,20 @@ def transitions(space, dims, marks):
 @lru_cache(maxsize=1024)
 def _mark_changes(mark, ops):
     """`(kind, op, mark after)` of every row of `STEP_KINDS` that changes `mark`; partials by `ops`."""
-    marks = {"shard": (SHARD,), "replicate": (REPLICATE,), "varying": (VARYING,), "partial": ops, "": ()}
-    changes = []
+    return [(kind, op, after) for kind, op, before, after in changes_by_kind((SHARD,), ops) if before == mark]
+
+
+def changes_by_kind(shards, ops):
+    """`(kind, op, mark before, mark after)` of every row of `STEP_KINDS`.
+
+    `shards` are the marks of axes that shard, `ops` those of partial ones.
+    """
+    marks = {"shard": shards, "replicate": (REPLICATE,), "varying": (VARYING,), "partial": ops, "": ()}
     for kind, row in STEP_KINDS.items():
-        for after in marks[row.target] if mark in marks[row.source] and row.source != row.target else ():
-            op = next((each for each in (mark, after) if each in ops), None)
-            if op in (None, *row.ops):
-                changes.append((kind, op, after))
-    return changes
+        for before, after in product(marks[row.source], marks[row.target]):
+            op = next((mark for mark in (before, after) if mark in ops), None)
+            if before != after and op in (None, *row.ops):
+                yield kind, op, before, after
 
 
 def _unshard(space, dims, marks, changes, usable):

@@ -38,8 +38,7 @@ class Boundary:
         if "program" in self.arguments:
             raise ValueError(f"{self.label}: construct has an argument 'program', which shard() needs: rename it")
         self.inputs, self.outputs = declaration.inputs, declaration.outputs
-        dims = [dim for parameter in cell.get_parameters() for dim in parameter.layout.dims]
-        self.weight_axes = frozenset(axis for dim in dims for axis in dim)
+        self.weight_axes = frozenset().union(*(parameter.layout.cut_axes for parameter in cell.get_parameters()))
         self.is_root = path == ""
         given = tree.arriving if self.is_root else {}
         self.arriving = self.inputs | given if self.is_root and isinstance(given, dict) else {}

@@ -7,7 +7,6 @@ from itertools import chain, count
 
 from mindformers_core.grouping import grouped
 from mindformers_core.program.plan import Redistribution, called_graphs, joined_path
-from mindformers_core.program.structure import tree_leaves
 
 
 def collective_places(program, paths):
@@ -59,7 +58,7 @@ def _consumer(plan, place, entry):
         later, moved = plan.instructions[place + 1 :], (entry.value, entry.target)
         later = [other for other in later if not isinstance(other, Redistribution)]
         consumers = (other.node for other in later if moved in (*other.consumed, *getattr(other, "lifted", ())))
-        producers = (node for node in plan.graph.nodes if entry.value in tree_leaves(node.outputs))
+        producers = (node for node in plan.graph.nodes if entry.value in node.made)
         node = next(chain(consumers, producers), None)
     source = f", {(node.source or 'unknown line').rpartition('/')[2]}" if node else ""
     return f" ({reason}){source}"

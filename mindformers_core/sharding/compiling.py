@@ -230,8 +230,7 @@ def _recorded(function, is_first):
     if watch is None:
         yield
         return
-    code = getattr(function, "construct", function)
-    code = getattr(code, "__code__", None)
+    code = getattr(getattr(function, "construct", function), "__code__", None)
     where = f" ({os.path.basename(code.co_filename)}:{code.co_firstlineno})" if code else ""
     name = getattr(function, "__qualname__", type(function).__name__)
     with watch.recorder.waiting("compiling" if is_first else "compiled", place=f"{name}{where}"):

@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from types import SimpleNamespace
 
@@ -244,10 +245,8 @@ def _override(base, other):
     """The declarations of `other`, completed by those of `base`."""
     operators = dict(base.operators)
     for name, declared in other.operators.items():
-        before = operators.get(name, declared)
-        inputs = before.inputs if declared.inputs is None else declared.inputs
-        outputs = before.outputs if declared.outputs is None else declared.outputs
-        operators[name] = OperatorDeclaration(inputs, outputs)
+        given = {part: entry for part, entry in vars(declared).items() if entry is not None}
+        operators[name] = replace(operators.get(name, declared), **given)
     return Declaration(
         base.inputs | other.inputs, base.outputs | other.outputs, base.weights | other.weights, operators
     )

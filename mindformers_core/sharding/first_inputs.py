@@ -12,6 +12,7 @@ import numpy as np
 from mindformers_core.capture.open_call import contents_of
 from mindformers_core.communication.messages import gather_values
 from mindformers_core.dtypes import dtype_name
+from mindformers_core.grouping import grouped
 from mindformers_core.hints import first_of
 from mindformers_core.placement import Replicate, Shard
 
@@ -47,9 +48,8 @@ def _description(name, tensor):
 
 def check_equal_shapes(label, described):
     """Raise `ValueError` where ranks have different shapes or dtypes; `described` as of `suspicious_inputs`."""
-    shapes = {}
-    for rank, inputs in described.items():
-        shapes.setdefault(tuple(f"'{name}' {shape}" for name, shape, _, _ in inputs), []).append(rank)
+    seen = {rank: tuple(f"'{name}' {shape}" for name, shape, *_ in inputs) for rank, inputs in described.items()}
+    shapes = grouped((shape, rank) for rank, shape in seen.items())
     if len(shapes) > 1:
         said = (f"ranks {first_of(ranks)} {', '.join(shape)}" for shape, ranks in shapes.items())
         raise ValueError(

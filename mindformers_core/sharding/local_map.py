@@ -8,7 +8,7 @@ from mindformers_core.capture.traced import Traced
 from mindformers_core.communication.world import checks_collectives, process_state, world
 from mindformers_core.dtensor.dtensor import DTensor, distribute_tensor
 from mindformers_core.layout import Layout, LayoutSpec, bind_layout
-from mindformers_core.sharding.replicas import check_result, placed_axes
+from mindformers_core.sharding.replicas import check_result
 
 
 def local_map(function, in_layouts, out_layouts, mesh=None, varying=None):
@@ -56,11 +56,11 @@ def local_map(function, in_layouts, out_layouts, mesh=None, varying=None):
         ]
         results = [bind_layout(layout, used) for layout in _as_tuple(out_layouts)]
         used.check_axes(varying or ())
-        active = {axis for layout in needed + results for axis in (*placed_axes(layout), *layout.varying)}
+        active = {axis for layout in needed + results for axis in (*layout.placed_axes, *layout.varying)}
         active = active if varying is None else set(varying)
         local = list(args)
         for place, tensor, layout in zip(places, tensors, needed):
-            marks = [axis for axis in used.axis_names if axis in active - placed_axes(layout)]
+            marks = [axis for axis in used.axis_names if axis in active - layout.placed_axes]
             local[place] = tensor.redistribute(layout.replace(varying=marks)).to_local()
         outputs = function(*local)
         if len(produced := _as_tuple(outputs)) != len(results):

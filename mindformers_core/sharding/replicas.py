@@ -49,13 +49,8 @@ def check_replicas(cells, optimizer=None):
 
 def replicated_axes(layout):
     """The mesh axes along which ranks hold equal values of a tensor, if the layout is right."""
-    placed = placed_axes(layout)
-    return tuple(axis for axis in layout.mesh.axis_names if axis not in placed and layout.mesh.axis_size(axis) > 1)
-
-
-def placed_axes(layout):
-    """The axes on which a layout is sharded or partial."""
-    return layout.cut_axes | set(dict(layout.partial))
+    mesh, placed = layout.mesh, layout.placed_axes
+    return tuple(axis for axis in mesh.axis_names if axis not in placed and mesh.axis_size(axis) > 1)
 
 
 def check_result(tensor, layout, what):

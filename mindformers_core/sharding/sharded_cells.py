@@ -113,6 +113,14 @@ def tree_of(cell):
     return tree_and_path(cell)[0]
 
 
+def own_class(cell):
+    """The class of a Cell before `shard()` changed it."""
+    if not isinstance(cell, ShardedCell):
+        return type(cell)
+    tree, path = tree_and_path(cell)
+    return tree.classes[path]
+
+
 class GeneratedCell(ShardedCell):
     """A Cell that runs generated programs: its methods of such names as `parallel_llama_mlp`."""
 
@@ -162,11 +170,9 @@ class EagerCell(ShardedCell):
                 shapes = tuple(tuple(tensor.shape) for tensor in tree_leaves((args, kwargs), Tensor))
                 tree.compare_inputs(shapes, args, kwargs)
             state, weights = process_state(), tree.parameter_layouts.values()
-            choosing = {
-                "batch_axes": frozenset(tree.mesh.axis_names).difference(*(layout.cut_axes for layout in weights)),
-                "device_model": tree.device_model,
-            }
-            planned = replaced(state, **choosing, calls=state.memo(tuple(choosing.values())))
+            axes = frozenset(tree.mesh.axis_names).difference(*(layout.cut_axes for layout in weights))
+            calls = state.memo((axes, tree.device_model))
+            planned = replaced(state, batch_axes=axes, device_model=tree.device_model, calls=calls)
             with replaced(tree, views={}), tree.storage.call_scope(), draws_by_position(), adoptions(), planned:
                 args, kwargs = tree.storage.cast_inputs(args, kwargs) if path == "" else (args, kwargs)
                 result = self.run_eagerly(*args, **kwargs)

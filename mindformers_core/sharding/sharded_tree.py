@@ -13,7 +13,7 @@ from mindformers_core.dtensor.dtensor import DTensor
 from mindformers_core.mindspore_private import leave_dtypes, recompute_cell_of
 from mindformers_core.program.activation_policy import ActivationPolicy
 from mindformers_core.program.graph import class_label
-from mindformers_core.program.passed_weights import weights_of_call
+from mindformers_core.program.passed_weights import weight_paths
 from mindformers_core.program.plan import called_graphs, joined_path, parameter_path
 from mindformers_core.program.structure import tree_key, tree_map
 from mindformers_core.scopes import errors_at, replaced
@@ -83,7 +83,9 @@ class ShardedTree:
         self.classes = {path: type(cell) for path, cell in self.cells.items()}
         self.parameter_layouts = {path: parameter.layout for path, parameter in root.parameters_and_names()}
         self.boundaries = {path: Boundary(self, path) for path in self.cells}
-        self._unchanged = _with_own_gradient(self.classes)
+        # Cells with a `bprop` of their own, and all below, run unchanged, on global tensors
+        own = tuple(f"{path}." for path, kind in self.classes.items() if path and hasattr(kind, "bprop"))
+        self._unchanged = {path for path in self.classes if f"{path}.".startswith(own)}
         self._methods = {path: {} for path in self.cells}
         for path, cell in self.cells.items():
             if recompute_cell_of(cell) is not None and not hasattr(recompute_cell_of(cell), "wrap_cell"):
@@ -305,11 +307,8 @@ class ShardedTree:
         names = program.source.functions
         calls = (call[1:] for call in program.calls() if (call[0], names[call[1]]) == (path, function))
         plan, graph = next(calls)
-
-        def weight_at(inner):
-            return parameter_at(joined_path(program.path, inner), self.cells)
-
-        return plan, weights_of_call(plan, graph, weight_at)
+        paths = [joined_path(program.path, inner) for inner in weight_paths(plan, graph)]
+        return plan, [parameter_at(path, self.cells) for path in paths]
 
     def forget_programs(self):
         """Drop all programs."""
@@ -333,12 +332,6 @@ class ShardedTree:
         for called, plan, _ in old.calls():
             self._methods[called].pop(old.source.functions[plan], None)
             self._set_class(called)
-
-
-def _with_own_gradient(classes):
-    """Paths of the Cells with a `bprop` of their own, and of all below: they run unchanged, on global tensors."""
-    own = tuple(f"{path}." for path, kind in classes.items() if path and hasattr(kind, "bprop"))
-    return {path for path in classes if f"{path}.".startswith(own)}
 
 
 def _local(leaf):

@@ -10,6 +10,7 @@ import mindspore as ms
 from mindspore import Parameter, nn, ops
 from mindspore.common.initializer import Normal, initializer
 
+from mindformers_core.hints import check_loss
 from mindformers_core.layout import layout
 
 
@@ -111,10 +112,14 @@ class VocabParallelCrossEntropy(nn.Cell):
     Args:
         ignore_index: label of the positions that don't count. Default: -100.
         loss: `"mean"` (default) or `"sum"`.
+
+    Raises:
+        ValueError: another `loss`.
     """
 
     def __init__(self, ignore_index=-100, loss="mean"):
         super().__init__()
+        check_loss(loss, "VocabParallelCrossEntropy")
         self.ignore_index, self.returns_sum = ignore_index, loss == "sum"
 
     def shard(self, config=None):

@@ -5,12 +5,12 @@ import mindspore as ms
 from mindformers_core.data.reading import micro_batch
 from mindformers_core.dtypes import dtype_name
 from mindformers_core.operators.signature import tensor_meta
-from mindformers_core.passes.stage_function import own_class
 from mindformers_core.pipeline import PipelineScheduleMulti, PipelineStage
 from mindformers_core.recipe.pipeline import recipe_schedule
 from mindformers_core.recipe.sections import batch_plan
 from mindformers_core.sharding.inspecting import programs
 from mindformers_core.sharding.parameter_storage import computing_dtype
+from mindformers_core.sharding.sharded_cells import own_class
 from mindformers_core.zero import value_and_grad
 
 

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 
 import mindspore as ms
 import numpy as np
@@ -114,6 +114,7 @@ class OneCard:
         outputs: label -> arrays of the floating results of the last stage.
         labels: number of all labels, where the last stage returns it.
         written: label -> path -> array: the parameters that the pass wrote, after it.
+        largest: function of "value" or "gradient" and a label: the largest magnitude among all tensors of the pass.
     """
 
     def __init__(self, graphs, parameters, dtype, divisor, passes, noise=lambda *_: 0.0):
@@ -128,7 +129,7 @@ class OneCard:
         self.labels = 0
         self.trained = [path for path in stages if path in trained]
         self.tied = {path for path, count in stages.items() if count > 1}
-        self._operators, self._largest = OperatorCalls(dtype), {}  # (what, label) -> size
+        self._operators, self.largest = OperatorCalls(dtype), cache(self._largest)
         numbers, _, replicas = (max(places) + 1 for places in zip(*(label for label, *_ in passes)))
         for label, *given in passes:
             begin_draws((label[1] * replicas + label[2]) * numbers + label[0])  # the block of its rows
@@ -176,13 +177,11 @@ class OneCard:
         divisor = self.divisor or max(self.labels, 1)
         return {path: sum(gradients[path] for gradients in passes) / divisor for path in self.trained}
 
-    def largest(self, what, label):
+    def _largest(self, what, label):
         """The largest magnitude among all tensors of a pass: "value", or "gradient"."""
-        if (what, label) not in self._largest:
-            table = self.values if what == "value" else self.gradients
-            arrays = [array for stage in self.graphs for array in table[stage, label].values()]
-            self._largest[what, label] = largest([*arrays, *self.weight_gradients[label].values()])
-        return self._largest[what, label]
+        table = self.values if what == "value" else self.gradients
+        arrays = [array for stage in self.graphs for array in table[stage, label].values()]
+        return largest([*arrays, *self.weight_gradients[label].values()])
 
     def _tensor(self, value):
         array = value.asnumpy() if isinstance(value, Tensor) else np.asarray(value)

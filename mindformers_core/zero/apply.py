@@ -16,6 +16,11 @@ from mindformers_core.zero.plan import ParameterPlan, plan_parameters
 from mindformers_core.zero.sharded_parameter import ShardedParameter, parameter_like
 from mindformers_core.zero.storage import HsdpStorage
 
+_UNWRITABLE = {  # by whether the optimizer updates another tensor
+    True: "hsdp() updates a copy of it: leave it whole, by a larger threshold",
+    False: "hsdp() gives every replica a batch, and so a value, of its own: have its axis in the mesh of shard()",
+}
+
 
 def apply_hsdp(tree, settings, units, fusion, has_axis):
     """Give a tree its `HsdpStorage`.
@@ -46,12 +51,7 @@ def apply_hsdp(tree, settings, units, fusion, has_axis):
         if plan.dim is not None:
             dims[plan.dim] = (*dims[plan.dim], *settings.shard_axes)
         if plan.is_copied or not has_axis and settings.group_size > 1:
-            what = (
-                "updates a copy of it" if plan.is_copied else "gives every replica a batch, and so a value, of its own"
-            )
-            parameter.unwritable = f"parameter '{plan.path}' is written by a Cell, and hsdp() {what}: " + (
-                "leave it whole, by a larger threshold" if plan.is_copied else "have its axis in the mesh of shard()"
-            )
+            parameter.unwritable = f"parameter '{plan.path}' is written by a Cell, and {_UNWRITABLE[plan.is_copied]}"
         shard_layout = Layout.on(settings.mesh, dims)
         parameters.append(ShardedParameter(plan, parameter, source, shard_layout, index, settings.shard_size, meter))
         marks = (settings.axis,) if has_axis else ()

@@ -3,9 +3,10 @@
 from mindspore import ParameterTuple, ops
 
 from mindformers_core.algorithms.dropout import block_of, draws_of, next_draw
+from mindformers_core.hints import check_loss
 from mindformers_core.mindspore_private import pynative_executor
 from mindformers_core.passes.forward_backward import ForwardBackward, is_differentiable
-from mindformers_core.passes.label_counts import check_loss, label_count, scale_of_labels
+from mindformers_core.passes.label_counts import label_count, scale_of_labels
 from mindformers_core.passes.stage_function import StageFunction
 from mindformers_core.scopes import replaced
 from mindformers_core.sharding.recordings import forget_recordings

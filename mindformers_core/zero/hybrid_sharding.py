@@ -16,6 +16,7 @@ from mindformers_core.communication import world
 from mindformers_core.hints import nearest
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.program.graph import cell_label
+from mindformers_core.scopes import errors_at
 from mindformers_core.sharding.optimizers_before import refuse_optimizers_of
 from mindformers_core.sharding.shard import shard
 from mindformers_core.sharding.sharded_cells import ShardedCell, tree_and_path, tree_of
@@ -98,13 +99,12 @@ def _sharded_tree(cell, mesh, axis):
         return tree_of(cell)
     rank, others = world().rank, [name for name in mesh.axis_names if name != axis]
     of_hooks = others and mesh.axis_size(*others) == 1
-    try:
+    advice = (
+        " (hsdp() shards a plain Cell over one rank: where its hooks name mesh axes, call shard() before, or give "
+        "hsdp() a mesh in which these have size 1)"
+    )
+    with errors_at("", advice, kinds=(ValueError,)):
         shard(cell, mesh.sub_mesh(others, rank) if of_hooks else DeviceMesh((1,), ("rank",), (rank,)))
-    except ValueError as error:
-        raise ValueError(
-            f"{error} (hsdp() shards a plain Cell over one rank: where its hooks name mesh axes, call shard() before, "
-            "or give hsdp() a mesh in which these have size 1)"
-        ) from error
     return tree_of(cell)
 
 

@@ -169,12 +169,10 @@ class HsdpStorage(ParameterStorage):
         if not self._in_pass:
             self._refuse_gradients()
         draws_nothing = self._in_pass or self.collectives is None  # in a dry run
+        was_open = self.is_open
         with nullcontext() if draws_nothing else draws_of(block_of(self.replica)):
-            if self.is_open:
-                yield
-                return
             self.open()
-            with closing(self):
+            with nullcontext() if was_open else closing(self):
                 yield
 
     def backward_scope(self):

@@ -6,6 +6,8 @@ the weights' gradients are complete. The next units' weights are prefetched. All
 devices with asynchronous launches overlap them with computation, CPU doesn't.
 """
 
+from functools import cache
+
 from mindspore import Tensor
 
 from mindformers_core.dtensor.dtensor import DTensor
@@ -47,7 +49,7 @@ class UnitSchedule:
 
     def __init__(self, storage):
         self.storage, self.called = storage, []
-        self._cell_units = {}  # path of a Cell -> its unit
+        self._unit_of = cache(lambda path: unit_of(path, storage.units))
         self._order, self._met = [], []  # units in the order of the last pass's calls; of this one's, so far
         self._held, self._missing, self._finished = set(), {}, []  # _missing: unit -> gradients to come
 
@@ -62,9 +64,7 @@ class UnitSchedule:
 
     def call_cell(self, path, call, args, kwargs):
         """`call(*args, **kwargs)`, a call of the Cell at `path`, with the weights of its unit in place."""
-        if path not in self._cell_units:
-            self._cell_units[path] = unit_of(path, self.storage.units)
-        unit = self._cell_units[path]
+        unit = self._unit_of(path)
         if not unit or unit in self.called:
             return call(*args, **kwargs)
         self.called.append(unit)

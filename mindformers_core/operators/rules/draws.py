@@ -3,8 +3,7 @@
 from functools import partial
 
 from mindformers_core.operators.registry import NO_GRADIENT, register_operator
-from mindformers_core.operators.rules.dims import unary
-from mindformers_core.operators.signature import LocalCall, Signature, TensorMeta
+from mindformers_core.operators.signature import LocalCall, Signature, TensorMeta, tensors_in
 
 _FACTS = {"draws": True, "gradient": NO_GRADIENT, "operations": 20}
 
@@ -19,17 +18,12 @@ def _drawn(run, shape, seed, offset, dtype, *bounds):
         dtype: of the result.
         bounds: further arguments of the distribution.
     """
-    scalars = ((),) * sum(isinstance(scalar, TensorMeta) for scalar in (seed, offset))
-    if isinstance(shape, TensorMeta):
-        plain = unary(shape)
-        arguments = (shape, seed, offset, dtype, *bounds)
-        return Signature((*plain.inputs, *scalars), plain.outputs, plain.sizes, run=run, local=LocalCall(arguments))
-    sizes = {f"d{dim}": size for dim, size in enumerate(shape)}
+    like, scalars = tensors_in([shape]), ((),) * len(tensors_in((seed, offset)))
+    sizes = {f"d{dim}": size for dim, size in enumerate(like[0].shape if like else shape)}
     names = tuple((name,) for name in sizes)
-    made = frozenset(() if run == "permutation" else sizes)
-    return Signature(
-        scalars, (names,), sizes, run=run, local=LocalCall((None, seed, offset, dtype, *bounds)), made=made
-    )
+    made = frozenset(() if like or run == "permutation" else sizes)
+    local = LocalCall((like[0] if like else None, seed, offset, dtype, *bounds))
+    return Signature((*[names] * len(like), *scalars), (names,), sizes, run=run, local=local, made=made)
 
 
 def _fraction(run, shape, seed, offset, dtype=None, device=None):

@@ -19,6 +19,7 @@ _QUOTIENT = saved.SavedByOperator(inputs_by_need={0: (1,), 1: (1,)}, outputs_by_
 _LOGARITHM = saved.SavedByOperator("all", internal=lambda operands, results: [4])  # a float32 number
 _LOG_ADD_EXP = saved.SavedByOperator("all", internal=lambda operands, results: [results[0].nbytes] * 2)
 _WITH_SCALAR = ("BitwiseAnd", "BitwiseOr", "BitwiseXor", "GreaterEqual", "Less")
+_ARCS = ("Acos", "Acosh", "Asin", "Asinh", "Atan")
 # operators that are linear in no input: names, what their gradient saves, and their other facts
 _NONLINEAR = (
     ("Abs Cos Cosh Erf Erfc HSigmoid HSwish Log Log1p NanToNum Sin Sinh Square", saved.INPUTS, {}),
@@ -29,19 +30,16 @@ _NONLINEAR = (
     ("CeLU", saved.SavedByOperator("all", outputs=(0,), as_they_are=True), {}),
     ("BitwiseAnd BitwiseAndTensor BitwiseOr BitwiseXor DivMods FloorDiv TruncateDiv", saved.NOTHING, {}),
     ("Equal Greater GreaterEqual Less LessEqual LogicalAnd LogicalOr LogicalXor NotEqual", saved.NOTHING, {}),
-    ("IsFinite IsInf IsNan LogicalNot", saved.NOTHING, {}),
+    ("Invert IsFinite IsInf IsNan LogicalNot", saved.NOTHING, {}),
     ("Addcdiv AddcdivExt Addcmul AddcmulExt BitwiseNot EqualExt FloorDivScalar", saved.UNMEASURED, {}),
-    ("Invert", saved.NOTHING, {}),
-    ("EluExt LeakyReLUExt MishExt SeLUExt", saved.UNMEASURED, {}),
-    ("Acosh Asinh Atanh Erfinv Exp2 Sinc", saved.UNMEASURED, {}),
+    ("Acosh Asinh Atanh EluExt Erfinv Exp2 LeakyReLUExt MishExt SeLUExt Sinc", saved.UNMEASURED, {}),
     ("BesselI0 BesselI0e BesselI1 BesselI1e BesselJ0 BesselJ1 BesselK0 BesselK0e", saved.UNMEASURED, {}),
     ("BesselK1 BesselK1e BesselY0 BesselY1 Digamma Lgamma Mvlgamma Polygamma Zeta", saved.UNMEASURED, {}),
     ("HShrink Hardtanh Logit SoftShrink Softsign Threshold", saved.UNMEASURED, {}),
     ("Complex Fmax Fmin Heaviside Hypot Igamma Igammac NextAfter Polar Xdivy", saved.UNMEASURED, {}),
     ("Angle ApproximateEqual Gcd IsClose Lcm LeftShift PopulationCount RightShift", saved.UNMEASURED, {}),
-    ("Eps Fills Rint", saved.UNMEASURED, {"gradient": ZERO}),
+    ("Eps Fills OnesLikeExt Rint ZerosLikeExt", saved.UNMEASURED, {"gradient": ZERO}),
     ("Ceil Floor OnesLike Round Sign Trunc ZerosLike", saved.NOTHING, {"gradient": ZERO}),
-    ("OnesLikeExt ZerosLikeExt", saved.UNMEASURED, {"gradient": ZERO}),
     ("EmptyLike", saved.NOTHING, {"gradient": NO_GRADIENT}),
     ("FullLike", saved.NOTHING, {"gradient": NO_GRADIENT, "source": "ops.full_like(input, fill_value, dtype=None)"}),
     # of several operations an element
@@ -62,10 +60,8 @@ _NONLINEAR = (
     ("LerpScalar", saved.INPUTS, {"rewrite": "Lerp"}),
     *((name, _LOGARITHM, {"source": f".{name.lower()}"}) for name in ("Log2", "Log10")),
     ("LogAddExp", _LOG_ADD_EXP, {"source": ".logaddexp"}),
-    *((f"{name}Ext", saved.UNMEASURED, {"source": f".{name.lower()}"}) for name in ("Acos", "Acosh", "Asin", "Asinh")),
-    *((name, saved.UNMEASURED, {"source": f".{name[:4].lower()}"}) for name in ("AtanExt", "Frac")),
-    ("IsNegInf", saved.UNMEASURED, {"source": ".isneginf"}),
-    ("LogAddExp2", saved.UNMEASURED, {"source": ".logaddexp2"}),
+    *((f"{name}Ext", saved.UNMEASURED, {"source": f".{name.lower()}"}) for name in _ARCS),
+    *((name, saved.UNMEASURED, {"source": f".{name.lower()}"}) for name in ("Frac", "IsNegInf", "LogAddExp2")),
     ("FmodScalar", saved.INPUTS, {"source": ".fmod"}),
     ("FmodTensor", saved.SavedByOperator("all", internal=_quotient), {"source": ".fmod"}),
     ("RemainderTensorTensor", saved.SavedByOperator((1,), internal=_quotient), {"source": ".remainder"}),

@@ -8,12 +8,9 @@ from mindformers_core.operators.rules.dims import as_dims, bound, parameters, un
 # Prefix of an operator's name -> the number of elements that the last transformed dim gets, from that of its input or
 # the one asked for. The other transformed dims keep theirs, or get the one asked for.
 _LAST = {
-    "FFT": lambda size, asked: asked or size,
-    "IFFT": lambda size, asked: asked or size,
-    "RFFT": lambda size, asked: (asked or size) // 2 + 1,
-    "IHFFT": lambda size, asked: (asked or size) // 2 + 1,
-    "IRFFT": lambda size, asked: asked or 2 * (size - 1),
-    "HFFT": lambda size, asked: asked or 2 * (size - 1),
+    **dict.fromkeys(("FFT", "IFFT"), lambda size, asked: asked or size),
+    **dict.fromkeys(("RFFT", "IHFFT"), lambda size, asked: (asked or size) // 2 + 1),
+    **dict.fromkeys(("IRFFT", "HFFT"), lambda size, asked: asked or 2 * (size - 1)),
 }
 _DIMS = {"": -1, "2": (-2, -1), "N": None}  # ending of the name -> the dims that are transformed by default
 _TO_REAL = ("IRFFT", "HFFT")

@@ -24,9 +24,8 @@ def _lookup(params, indices, dim, batch_dims=0, algorithm="gather"):
     looked_up = (*rows[:batch], *dim_names(indices, "i")[batch:])
     output = (*rows[:place], *looked_up[batch:], *rows[place + 1 :])
     sizes = dim_sizes(params) | dim_sizes(indices, "i")
-    more = _summed(rows[place], None if params.dtype == "bool" else algorithm)
-    more |= {"linear": ({0},), "local": LocalCall((params, indices, dim, batch_dims))}
-    return Signature((rows, looked_up), (output,), sizes, **more)
+    more = _summed(params, rows[place], algorithm)
+    return Signature((rows, looked_up), (output,), sizes, local=LocalCall((params, indices, dim, batch_dims)), **more)
 
 
 def check_indices(indices):
@@ -35,11 +34,16 @@ def check_indices(indices):
         raise TypeError(f"indices are an integer tensor, not {indices!r}")
 
 
-def _summed(factors, algorithm):
-    """The entries of a `Signature` for the factors of a lookup: absent rows are masked, and shards are summed."""
-    if algorithm is None:
-        return {"whole": frozenset(factors)}
-    return {"reduced": dict.fromkeys(factors, "sum"), "distributed": dict.fromkeys(factors, algorithm)}
+def _summed(x, factors, algorithm, whole=()):
+    """The entries of a `Signature` for the factors of a lookup in `x`: absent rows are masked, and shards are summed.
+
+    `algorithm` is None where a part can't do it, as for Booleans; `whole` are further factors that are whole.
+    """
+    linear = ({0},)
+    if algorithm is None or x.dtype == "bool":
+        return {"whole": frozenset((*factors, *whole)), "linear": linear}
+    reduced, distributed = dict.fromkeys(factors, "sum"), dict.fromkeys(factors, algorithm)
+    return {"reduced": reduced, "distributed": distributed, "whole": frozenset(whole), "linear": linear}
 
 
 _LOOKUP = {"saves": INDICES, "reads_a_part": True, "algorithms": ("gather",)}
@@ -79,9 +83,8 @@ def gather_elements(x, dim, index):
     """`out[i][j] = x[i][index[i][j]]` for `dim` 1: the other dims go together where they have the same size."""
     place = as_dim(dim, x.ndim)
     found, sizes, whole = elements(x, place, index)
-    more = _summed([f"d{place}"], None if x.dtype == "bool" else "gather_elements")
-    more |= {"whole": more.get("whole", frozenset()) | whole, "linear": ({0},), "local": positional(x, dim, index)}
-    return Signature((dim_names(x), found), (found,), sizes, **more)
+    more = _summed(x, [f"d{place}"], "gather_elements", whole)
+    return Signature((dim_names(x), found), (found,), sizes, local=positional(x, dim, index), **more)
 
 
 def elements(x, place, index):
@@ -110,10 +113,8 @@ def gather_nd(x, indices):
     if not 1 <= depth <= x.ndim:
         raise ValueError(f"indices {indices.shape} hold coordinates of {depth} dims, but the tensor is {x.shape}")
     names, found = dim_names(x), dim_names(indices, "i")
-    sizes, looked_up = dim_sizes(x) | dim_sizes(indices, "i"), [f"d{dim}" for dim in range(depth)]
-    more = _summed(looked_up, None if x.dtype == "bool" else "gather_nd")
-    more["whole"] = more.get("whole", frozenset()) | {found[-1][0]}
-    return Signature((names, found), ((*found[:-1], *names[depth:]),), sizes, linear=({0},), **more)
+    more = _summed(x, [f"d{dim}" for dim in range(depth)], "gather_nd", found[-1])
+    return Signature((names, found), ((*found[:-1], *names[depth:]),), dim_sizes(x) | dim_sizes(indices, "i"), **more)
 
 
 @register_operator("Embedding", reads_a_part=True, algorithms=("embedding",))

@@ -7,9 +7,9 @@ them, which gives a strided part of the whole. Otherwise the dim is whole.
 from mindformers_core.operators import views
 from mindformers_core.operators.registry import register_operator
 from mindformers_core.operators.rewrites import split_by_method
-from mindformers_core.operators.rules.dims import along, as_dim, dim_names, dim_sizes, equation, unary
+from mindformers_core.operators.rules.dims import along, as_dim, dim_sizes, equation, unary
 from mindformers_core.operators.saved import INPUTS_AS_THEY_ARE, NOTHING
-from mindformers_core.operators.signature import LocalCall, Signature
+from mindformers_core.operators.signature import LocalCall
 
 
 def _names_of_first(tensors):
@@ -19,6 +19,11 @@ def _names_of_first(tensors):
     return list(dim_sizes(tensors[0]))
 
 
+def _with(names, place, factor):
+    """The dims of a tensor in an equation, with another factor in one place."""
+    return " ".join([*names[:place], factor, *names[place + 1 :]])
+
+
 @register_operator("Concat", saves=NOTHING)
 def concat(tensors, dim=0):
     """Tensors concatenated along `dim`."""
@@ -26,11 +31,9 @@ def concat(tensors, dim=0):
     place = as_dim(dim, len(names))
     lengths, linear = [sum(tensor.shape[place : place + 1]) for tensor in tensors], (set(range(len(tensors))),)
     if len(set(lengths)) == 1:
-        merged = " ".join([*names[:place], f"number*{names[place]}", *names[place + 1 :]])
-        text = f"{', '.join([' '.join(names)] * len(tensors))} -> {merged}"
+        text = f"{', '.join([' '.join(names)] * len(tensors))} -> {_with(names, place, f'number*{names[place]}')}"
         return equation(text, *tensors, sizes={"number": len(tensors)}, linear=linear, moves_only=True)
-    parts = [" ".join([*names[:place], f"P{number}", *names[place + 1 :]]) for number in range(len(tensors))]
-    text = f"{', '.join(parts)} -> {' '.join(names)}"
+    text = f"{', '.join(_with(names, place, f'P{number}') for number in range(len(tensors)))} -> {' '.join(names)}"
     return equation(text, *tensors, sizes={names[place]: sum(lengths)}, linear=linear)
 
 
@@ -46,20 +49,17 @@ def stack(tensors, dim=0):
 
 def _split(x, dim, lengths, localize=None):
     """`x` split into pieces of these lengths along `dim`; `localize` as in a `Signature`."""
-    place, names = along(x, dim), dim_names(x)
+    place, names = along(x, dim), list(dim_sizes(x))
     if sum(lengths) != x.shape[place] or any(length < 0 for length in lengths):
         raise ValueError(f"pieces of {list(lengths)} don't make up dim {place} of {x.shape}")
+    more = {"linear": ({0},), "reduced": {}}
     if len(set(lengths)) == 1:
-        sizes = dim_sizes(x) | {"number": len(lengths), f"d{place}": lengths[0]}
-        merged, more = (
-            (*names[:place], ("number", f"d{place}"), *names[place + 1 :]),
-            {"local": LocalCall(localize=localize)},
-        )
-        whole = frozenset({"number"})
-        return Signature((merged,), (names,) * len(lengths), sizes, whole=whole, linear=({0},), moves_only=True, **more)
-    sizes = dim_sizes(x) | {f"part{number}": length for number, length in enumerate(lengths)}
-    outputs = tuple((*names[:place], (f"part{number}",), *names[place + 1 :]) for number in range(len(lengths)))
-    return Signature((names,), outputs, sizes, whole=frozenset({f"d{place}"}), linear=({0},))
+        more |= {"whole": frozenset({"number"}), "moves_only": True, "local": LocalCall(localize=localize)}
+        text = f"{_with(names, place, f'number*{names[place]}')} -> {', '.join([' '.join(names)] * len(lengths))}"
+        return equation(text, x, sizes={"number": len(lengths)}, **more)
+    sizes = {f"part{number}": length for number, length in enumerate(lengths)}
+    text = f"{' '.join(names)} -> {', '.join(_with(names, place, part) for part in sizes)}"
+    return equation(text, x, sizes=sizes, **more | {"whole": frozenset({names[place]})})
 
 
 def _pieces(x, dim, length):

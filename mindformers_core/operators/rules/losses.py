@@ -30,7 +30,7 @@ def _reduced(plain, reduction):
 def _elementwise_loss(order, broadcasts, x, *args, **named):
     """The loss of every element: `order` names the arguments after the first, of which tensors may be broadcast."""
     given, _ = bound(parameters(order), args, named)
-    tensors = [x, *tensors_in(given.values())]
+    tensors = [x, *tensors_in([*given.values()])]
     if not broadcasts and given["target"].shape != x.shape:
         raise ValueError(f"a target {given['target'].shape} doesn't fit {x.shape}")
     return _reduced(elementwise(*tensors), given["reduction"])

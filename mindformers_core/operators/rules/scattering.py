@@ -10,15 +10,7 @@ from functools import partial
 from mindformers_core.operators import saved
 from mindformers_core.operators.registry import NO_GRADIENT, register_operator
 from mindformers_core.operators.rewrites import dim_before_indices
-from mindformers_core.operators.rules.dims import (
-    as_dim,
-    broadcast_shape,
-    dim_names,
-    dim_sizes,
-    equation,
-    integers,
-    unary,
-)
+from mindformers_core.operators.rules.dims import as_dim, broadcast_shape, dim_names, dim_sizes, equation, integers
 from mindformers_core.operators.rules.indexing import check_indices, elements, positional
 from mindformers_core.operators.signature import LocalCall, Signature, TensorMeta, tensors_in, whole_signature
 from mindformers_core.operators.words import word
@@ -201,8 +193,8 @@ for _name in ("Sum", "Max", "Min", "Prod"):
 @register_operator("Histogram", gradient=NO_GRADIENT, attributes=("bins", "min", "max"))
 def histogram(x, bins=100, min=0, max=0):
     """Counts in bins: of each part, with a range; without one it is that of all elements."""
-    more = {"whole": range(x.ndim)} if min == max == 0 else {"reduced": dict.fromkeys(dim_sizes(x), "sum")}
-    return unary(x, [("bins",)], sizes={"bins": bins}, **more)
+    names = dim_sizes(x, "D" if min == max == 0 else "d")
+    return equation(f"{' '.join(names)} -> bins", x, sizes={"bins": bins})
 
 
 @register_operator("BincountExt", gradient=NO_GRADIENT)

@@ -1,7 +1,6 @@
 """Runs one rank's order of a schedule's table, step by step. Pure Python: stages and the channel use the tensors."""
 
-from mindformers_core.pipeline.tables.dependencies import FORWARD, OTHER_ENDS, other_end, plain_steps
-from mindformers_core.pipeline.tables.step import MetaStepType
+from mindformers_core.pipeline.tables.step import FORWARD, OTHER_ENDS, MetaStepType, plain_steps
 
 
 def run_table(schedule, table, micro_batches, training):
@@ -59,7 +58,7 @@ class _Run:
         except Exception as error:
             where = f"{self.stage_and_rank(step)}, step {step}"
             if step.type in (MetaStepType.FWD_RECV, MetaStepType.BWD_RECV):
-                where += f", waiting for {other_end(step)} of {self.stage_and_rank(other_end(step))}"
+                where += f", waiting for {step.other_end} of {self.stage_and_rank(step.other_end)}"
             raise _located(error, where) from error
 
     def forward(self, micro, stage):
@@ -90,7 +89,7 @@ class _Run:
 
     def transfer(self, step):
         """FWD_SEND, BWD_SEND, FWD_RECV, BWD_RECV: send or receive the tensors of the receiving stage."""
-        other, channel = other_end(step), self.stages.channel
+        other, channel = step.other_end, self.stages.channel
         is_send = step.type in (MetaStepType.FWD_SEND, MetaStepType.BWD_SEND)
         sending, receiving = (step, other) if is_send else (other, step)
         # identifies the message, also among those of a pass that failed: both ends derive it from the sending step

@@ -6,10 +6,9 @@ The format is Google's "Trace Event Format": complete events (`X`) for steps, fl
 import json
 
 from mindformers_core.files import write_whole
-from mindformers_core.pipeline.tables.dependencies import SENDS
 from mindformers_core.pipeline.tables.execution import Span
 from mindformers_core.pipeline.tables.simulating import timeline_of
-from mindformers_core.pipeline.tables.step import MetaStepType
+from mindformers_core.pipeline.tables.step import SENDS, MetaStepType
 from mindformers_core.pipeline.tables.table_files import checked_suffix
 
 _MICROSECONDS = 1e6

@@ -2,8 +2,7 @@
 
 from typing import NamedTuple
 
-from mindformers_core.pipeline.tables.dependencies import COMPUTE, OTHER_ENDS, SENDS, plain_steps
-from mindformers_core.pipeline.tables.step import MetaStep
+from mindformers_core.pipeline.tables.step import COMPUTE, OTHER_ENDS, SENDS, MetaStep, plain_steps
 
 
 class Span(NamedTuple):

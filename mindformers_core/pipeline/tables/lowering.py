@@ -2,17 +2,8 @@
 
 from dataclasses import replace
 
-from mindformers_core.pipeline.tables.dependencies import (
-    FORWARD,
-    OTHER_ENDS,
-    SENDS,
-    is_message,
-    message_sends,
-    other_end,
-    plain_steps,
-)
 from mindformers_core.pipeline.tables.simulating import simulate
-from mindformers_core.pipeline.tables.step import MetaStep, MetaStepType, overlapped
+from mindformers_core.pipeline.tables.step import FORWARD, OTHER_ENDS, SENDS, MetaStep, MetaStepType, overlapped
 
 _MESSAGES = {  # type of a compute step -> types of the receive before it, and of the send after it
     MetaStepType.FWD: (MetaStepType.FWD_RECV, MetaStepType.FWD_SEND),
@@ -37,7 +28,7 @@ def lowered(table, buffered=True):
     Raises:
         ValueError: with `buffered=False`, a table that `validate` rejects.
     """
-    if any(step[1] in OTHER_ENDS for order in table.orders for step in plain_steps(order)):
+    if any(step[1] in OTHER_ENDS for step in table.steps):
         return table
     deferred = replace(table, orders=tuple(_rank_with_messages(table, rank) for rank in range(table.rank_num)))
     return deferred if buffered else _in_one_order(deferred)
@@ -62,7 +53,7 @@ def _forward_steps(order, count):
 def _rank_with_messages(table, rank):
     """The order of a rank with sends and receives; none are added to a step whose stage is on another rank."""
     own = [stage for stage, holder in enumerate(table.stage_ranks) if holder == rank]
-    places = {(kind, stage) for kind in OTHER_ENDS for stage in own if is_message(kind, stage, table.stage_ranks)}
+    places = {(kind, stage) for kind in OTHER_ENDS for stage in own if table.is_message(kind, stage)}
     steps = []
     for step in table.orders[rank]:
         sends = []
@@ -78,14 +69,14 @@ def _in_one_order(table):
     """Sort every order by simulated time: sends and receives by the time of the send, other steps by their start."""
     spans = simulate(table).spans
     sent = {span.step: span.start for rank_spans in spans for span in rank_spans if span.step.type in SENDS}
-    numbers = {send: number for number, send in enumerate(message_sends(table.stage_ranks))}
+    numbers = {send: number for number, send in enumerate(table.sends())}
     orders = []
     for order, rank_spans in zip(table.orders, spans):
         keys, remaining = [], iter(rank_spans)
         for step in order:
             first = [next(remaining) for _ in step.sub_steps or (step,)][0]
             if step.type in OTHER_ENDS:
-                send = step if step in sent else other_end(step)
+                send = step if step in sent else step.other_end
                 keys.append((sent[send], numbers[send[1:3]], step.micro_index))
             else:
                 keys.append((first.start, len(numbers)))  # after the messages of the same time

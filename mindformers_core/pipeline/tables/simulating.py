@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 from itertools import accumulate
 
-from mindformers_core.pipeline.tables.dependencies import COMPUTE, SENDS, plain_steps
 from mindformers_core.pipeline.tables.execution import run_orders
-from mindformers_core.pipeline.tables.step import MetaStepType
+from mindformers_core.pipeline.tables.step import COMPUTE, SENDS, MetaStepType
 from mindformers_core.pipeline.tables.table import ScheduleTable
 from mindformers_core.pipeline.tables.validating import validate
 
@@ -93,7 +92,7 @@ def simulate(table, costs=StepCosts()):  # noqa: B008 (frozen)
     Raises:
         ValueError: a table that `validate` rejects; costs that are negative, missing, or of another number of stages.
     """
-    training = any(step[1] in COMPUTE[1:] for order in table.orders for step in plain_steps(order))
+    training = any(step[1] in COMPUTE[1:] for step in table.steps)
     validate(table, training=training)
     durations, transfers = _durations(table, costs), _by_stage(costs, "transfer", table)
     if None in transfers:
@@ -157,7 +156,7 @@ def _durations(table, costs):
         if durations[MetaStepType.BWD, stage] is None and None not in parts:
             durations[MetaStepType.BWD, stage] = sum(parts)
     if None in durations.values():
-        for kind, stage in sorted({step[1:3] for order in table.orders for step in plain_steps(order)}):
+        for kind, stage in sorted({step[1:3] for step in table.steps}):
             if durations.get((kind, stage), 0.0) is None:
                 raise ValueError(f"StepCosts.{_COSTS[kind]}: there is none for stage {stage}, and the table needs it")
     return durations

@@ -27,6 +27,15 @@ class MetaStepType(IntEnum):
     OVERLAP = 8
 
 
+COMPUTE = (MetaStepType.FWD, MetaStepType.BWD, MetaStepType.BWD_INPUT, MetaStepType.BWD_WEIGHT)
+FORWARD = (MetaStepType.FWD, MetaStepType.FWD_SEND, MetaStepType.FWD_RECV)
+SENDS = (MetaStepType.FWD_SEND, MetaStepType.BWD_SEND)
+OTHER_ENDS = {  # type of a send or receive -> type of the step at the other end, and its stage minus this one's
+    MetaStepType.FWD_SEND: (MetaStepType.FWD_RECV, 1),
+    MetaStepType.FWD_RECV: (MetaStepType.FWD_SEND, -1),
+    MetaStepType.BWD_SEND: (MetaStepType.BWD_RECV, -1),
+    MetaStepType.BWD_RECV: (MetaStepType.BWD_SEND, 1),
+}
 _LETTERS = ("F", "B", "I", "W", "RF", "SF", "RB", "SB")  # by the type's number; an OVERLAP is its parts, joined by +
 _TYPES = {letters: MetaStepType(number) for number, letters in enumerate(_LETTERS)}
 _TEXT = re.compile(r"([A-Z]+)(\d+)@(\d+)")
@@ -52,10 +61,29 @@ class MetaStep(NamedTuple):
             return "+".join(map(str, self.sub_steps))
         return f"{_LETTERS[self.type]}{self.micro_index}@{self.stage_index}"
 
+    @property
+    def other_end(self):
+        """The receiving step of a sending one, and the sending step of a receiving one."""
+        kind, distance = OTHER_ENDS[self.type]
+        return MetaStep(self.micro_index, kind, self.stage_index + distance)
+
 
 def overlapped(*steps):
     """The `OVERLAP` of steps."""
     return MetaStep(None, MetaStepType.OVERLAP, None, steps)
+
+
+def plain_steps(order):
+    """The steps of an order, with the parts of an `OVERLAP` one after another."""
+    for step in order:
+        yield from step[3] or (step,)
+
+
+def step_parts(kind, stage):
+    """The (type, stage) that a step completes: a BWD completes BWD_INPUT and BWD_WEIGHT."""
+    if kind == MetaStepType.BWD:
+        return (MetaStepType.BWD_INPUT, stage), (MetaStepType.BWD_WEIGHT, stage)
+    return ((kind, stage),)
 
 
 def step_from_text(text):

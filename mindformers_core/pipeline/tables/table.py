@@ -4,7 +4,7 @@ import csv
 import io
 from dataclasses import dataclass
 
-from mindformers_core.pipeline.tables.step import MetaStep
+from mindformers_core.pipeline.tables.step import OTHER_ENDS, SENDS, MetaStep, MetaStepType, plain_steps
 
 
 @dataclass(frozen=True)
@@ -48,3 +48,36 @@ class ScheduleTable:
     def stage_num(self):
         """Number of stages, over all ranks."""
         return len(self.stage_ranks)
+
+    @property
+    def steps(self):
+        """An iterator of all steps, of one rank after the other; the parts of an `OVERLAP` one after another."""
+        return (step for order in self.orders for step in plain_steps(order))
+
+    def is_message(self, kind, stage):
+        """Whether the other end of a send or receive, (type, stage), is a stage of another rank."""
+        other = stage + OTHER_ENDS[kind][1]
+        return 0 <= other < self.stage_num and self.stage_ranks[other] != self.stage_ranks[stage]
+
+    def sends(self):
+        """The (type, stage) of the sends of a micro-batch: between two stages the forward, then the backward one."""
+        sends = ((kind, stage + later) for stage in range(self.stage_num - 1) for later, kind in enumerate(SENDS))
+        return [send for send in sends if self.is_message(*send)]
+
+    def needs(self, kind, stage):
+        """The (type, stage) that have to be complete before, of the same rank and micro-batch: two at most."""
+        if kind == MetaStepType.FWD:
+            if stage == 0:
+                return ()
+            receive = MetaStepType.FWD_RECV, stage
+            return (receive if self.is_message(*receive) else (kind, stage - 1),)
+        if kind in (MetaStepType.BWD, MetaStepType.BWD_INPUT):
+            forward, receive = (MetaStepType.FWD, stage), (MetaStepType.BWD_RECV, stage)
+            if stage == self.stage_num - 1:
+                return (forward,)
+            return forward, receive if self.is_message(*receive) else (MetaStepType.BWD_INPUT, stage + 1)
+        if kind == MetaStepType.FWD_SEND:
+            return ((MetaStepType.FWD, stage),)
+        if kind in (MetaStepType.BWD_SEND, MetaStepType.BWD_WEIGHT):
+            return ((MetaStepType.BWD_INPUT, stage),)
+        return ()

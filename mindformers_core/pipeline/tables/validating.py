@@ -3,19 +3,8 @@
 from collections import defaultdict
 from itertools import product
 
-from mindformers_core.pipeline.tables.dependencies import (
-    COMPUTE,
-    FORWARD,
-    OTHER_ENDS,
-    is_message,
-    message_sends,
-    other_end,
-    plain_steps,
-    step_needs,
-    step_parts,
-)
 from mindformers_core.pipeline.tables.execution import run_orders
-from mindformers_core.pipeline.tables.step import MetaStep, MetaStepType
+from mindformers_core.pipeline.tables.step import COMPUTE, FORWARD, OTHER_ENDS, MetaStep, MetaStepType, step_parts
 
 _MOST_RANKS = 4  # number of ranks that an error describes
 
@@ -107,12 +96,12 @@ def _check_order(table, rank, kinds):
 
 
 def _known_steps(table, rank, kinds):
-    """{(type, stage) of a step that the rank may have: its (`step_parts`, `step_needs`)}."""
+    """{(type, stage) of a step that the rank may have: its (`step_parts`, `ScheduleTable.needs`)}."""
     return {
-        (kind, stage): (step_parts(kind, stage), step_needs(kind, stage, table.stage_ranks))
+        (kind, stage): (step_parts(kind, stage), table.needs(kind, stage))
         for stage, holder in enumerate(table.stage_ranks)
         for kind in kinds
-        if holder == rank and (kind in COMPUTE or is_message(kind, stage, table.stage_ranks))
+        if holder == rank and (kind in COMPUTE or table.is_message(kind, stage))
     }
 
 
@@ -140,14 +129,14 @@ def _need_fault(table, rank, micro, need):
     for number, part in _numbered(table.orders[rank]):
         if part.micro_index == micro and need in step_parts(part.type, part.stage_index):
             return f"it needs {part}, which comes only as step {number}"
-    bare = all(step.type in COMPUTE for order in table.orders for step in plain_steps(order))
+    bare = all(step.type in COMPUTE for step in table.steps)
     hint = "; the table has no sends and receives: lowered(table) adds them" if bare else ""
     return f"it needs {_names(micro, need)}, which rank {rank} hasn't{hint}"
 
 
 def _needed_parts(table, part, parts):
     """The parts of an `OVERLAP` that a part needs."""
-    needs = step_needs(part.type, part.stage_index, table.stage_ranks)
+    needs = table.needs(part.type, part.stage_index)
     same_micro_batch = [other for other in parts if other.micro_index == part.micro_index]
     return [o for need, o in product(needs, same_micro_batch) if need in step_parts(o.type, o.stage_index)]
 
@@ -155,15 +144,14 @@ def _needed_parts(table, part, parts):
 def _check_complete(table, kinds, done):
     """Raise `ValueError` for a missing compute step or send (`_check_order` finds missing receives)."""
     computes = (MetaStepType.FWD, MetaStepType.BWD_INPUT, MetaStepType.BWD_WEIGHT)
-    sends = message_sends(table.stage_ranks)
-    for kind, stage in [*((kind, stage) for kind in computes for stage in range(table.stage_num)), *sends]:
+    for kind, stage in [*((kind, stage) for kind in computes for stage in range(table.stage_num)), *table.sends()]:
         rank = table.stage_ranks[stage]
         for micro in range(table.micro_batch_num) if kind in kinds else ():
             if (micro, kind, stage) not in done[rank]:
                 missing = f"rank {rank} has no {_names(micro, (kind, stage))}"
                 if kind in computes:
                     raise ValueError(f"{missing}: the {kind.name} of micro-batch {micro} on stage {stage} is missing")
-                other = other_end(MetaStep(micro, kind, stage))
+                other = MetaStep(micro, kind, stage).other_end
                 other_rank = table.stage_ranks[other.stage_index]
                 place = f"step {_number(table, other_rank, other)} of rank {other_rank}, {other}"
                 raise ValueError(f"{missing}, the other end of {place}")
@@ -173,13 +161,13 @@ def _check_message_orders(table):
     """Raise `ValueError` where two ranks have different orders of the messages between them."""
     sequences = {}  # (rank, other rank) -> the sends and receives between them, as the rank orders them
     for rank, order in enumerate(table.orders):
-        for step in plain_steps(order):
+        for _, step in _numbered(order):
             if step.type in OTHER_ENDS:
-                other = table.stage_ranks[other_end(step).stage_index]
+                other = table.stage_ranks[step.other_end.stage_index]
                 sequences.setdefault((rank, other), []).append(step)
     for (rank, other), sequence in sequences.items():
         for own, others in zip(sequence, sequences[other, rank]):
-            if own != other_end(others):
+            if own != others.other_end:
                 raise ValueError(
                     f"ranks {rank} and {other} have different orders of the messages between them, but sends wait for "
                     f"their receives: where rank {rank} has {own} (its step {_number(table, rank, own)}), rank {other} "
@@ -191,8 +179,8 @@ def _deadlock(table, stuck):
     """The text of a deadlock: the ranks that wait for each other in a cycle, then others; `stuck`: see `run_orders`."""
     texts, awaited = {}, {}
     for rank, place in stuck.items():
-        own = list(plain_steps(table.orders[rank]))[place]
-        other = other_end(own)
+        _, own = list(_numbered(table.orders[rank]))[place]
+        other = own.other_end
         awaited[rank] = table.stage_ranks[other.stage_index]
         texts[rank] = (
             f"stuck at step {_number(table, rank, own)}, {own}, waiting for {other} of rank {awaited[rank]} "

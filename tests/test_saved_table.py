@@ -9,8 +9,7 @@ from mindspore import Parameter, Tensor, ops
 from operator_calls import ALL_CALLS, Call
 from support.generated_modules import module_source, program_of, write
 
-from mindformers_core.operators import registered_operators
-from mindformers_core.operators.registry import facts_of
+from mindformers_core.operators.registry import facts_of, registered_operators
 from mindformers_core.operators.saved import UNMEASURED, Operand
 from mindformers_core.operators.views import contiguous_strides, is_contiguous, reshaped
 
