@@ -11,6 +11,7 @@ import typing
 from pathlib import Path
 
 from mindformers_core.models.spec import DEFAULT_MODEL
+from mindformers_core.optimizers.settings import OPTIMIZERS, DecaySettings, ParameterGroup
 from mindformers_core.recipe.sections import Recipe
 
 __all__ = ["PAGE", "page"]
@@ -28,10 +29,17 @@ def page():
     """The text of docs/recipe.md."""
     hints = typing.get_type_hints(Recipe)
     sections = [(entry.name, hints[entry.name]) for entry in dataclasses.fields(Recipe) if entry.init]
-    return "\n".join([HEAD, *(line for name, section in sections for line in _section(name, section))])
+    pages = {name: list(_section(name, section)) for name, section in sections}
+    common, names = {entry.name for entry in dataclasses.fields(DecaySettings)}, ", ".join(OPTIMIZERS)
+    pages["optimizer"] = [line.replace("| `AdamW` |", f"| {names}, module:Class |") for line in pages["optimizer"]]
+    for name, section in [*OPTIMIZERS.items()][1:]:
+        title = f"optimizer, type {name}, in the place of betas and eps"
+        pages["optimizer"] += [line for line in _section(title, section, common)]
+    pages["optimizer"] += _section("optimizer.groups, each entry", ParameterGroup)
+    return "\n".join([HEAD, *(line for lines in pages.values() for line in lines)])
 
 
-def _section(name, section):
+def _section(name, section, without=()):
     yield f"## {name}\n\n{(inspect.getdoc(section) or '').partition(chr(10))[0]}\n"
     yield "| key | type | default | range | |\n|---|---|---|---|---|"
     if name == "model":
@@ -39,7 +47,7 @@ def _section(name, section):
         yield f'| `name` | `str` | `"{DEFAULT_MODEL}"` |  | the model: a name, or package.module:Class, {page} |'
     remarks, hints = _remarks(section), typing.get_type_hints(section)
     for entry in dataclasses.fields(section):
-        if entry.init:
+        if entry.init and entry.name not in without:
             code = entry.name, _type(hints[entry.name]), _default(entry)
             cells = [*(f"`{text}`" if text else "" for text in code), _range(entry.metadata), remarks[entry.name]]
             yield f"| {' | '.join(cells)} |"
@@ -48,7 +56,8 @@ def _section(name, section):
 
 def _remarks(section):
     """Name of a field -> the comment on its line, or else what the docstring's Attributes say of it."""
-    source, found = inspect.getsource(section), {}
+    classes = [kind for kind in section.__mro__ if dataclasses.is_dataclass(kind)]
+    source, found = "\n".join(map(inspect.getsource, classes)), {}
     attributes = (inspect.getdoc(section) or "").partition("Attributes:\n")[2].partition("\n\n")[0]
     for entry in re.split(r"\n    (?=\S)", f"\n{attributes}"):
         names, _, text = " ".join(entry.split()).partition(": ")
@@ -62,7 +71,12 @@ def _remarks(section):
 def _type(hint):
     if typing.get_origin(hint) is typing.Literal:
         return ", ".join(map(str, typing.get_args(hint)))
-    return (hint.__name__ if isinstance(hint, type) else str(hint)).replace("typing.", "").replace(" | ", " or ")
+    return (
+        (hint.__name__ if isinstance(hint, type) else str(hint))
+        .replace(f"{ParameterGroup.__module__}.", "")
+        .replace("typing.", "")
+        .replace(" | ", " or ")
+    )
 
 
 def _default(entry):

@@ -76,7 +76,7 @@ def test_levels_take_as_much_as_the_papers_formulas(dry_run):
     assert code == 0, errors
     found = figures(text)
     assert f"{part:,} parameters" in text and "161 stay whole, 1,318,912 parameters: model.layers.*.input" in text
-    assert found["AdamW state"] == 8 * part
+    assert found["optimizer state"] == 8 * part
     assert found["their parts"] == 4 * (part - 1_318_912)
     assert found["gradients"] < 4 * part and found["weights"] < 4 * local / 30  # of two units of 82
     assert found["together"] == sum(found.values()) - found["together"]
@@ -100,7 +100,7 @@ def test_pipeline_ranks_shard_their_stages(dry_run):
     )
     assert "level 1, optimizer state in 2 parts" in text and "stay whole" not in text
     kept = int(re.search(r"keeps and updates ([\d,]+)", text)[1].replace(",", ""))
-    assert found["AdamW state"] == 8 * kept and found["weights"] == 2 * 4 * kept
+    assert found["optimizer state"] == 8 * kept and found["weights"] == 2 * 4 * kept
 
 
 def test_mesh_that_does_not_fit_is_an_error(dry_run):
@@ -122,7 +122,7 @@ def test_report_adds_up():
     assert lines[1].startswith("zero level 2, optimizer state and gradients in 2 parts: a rank keeps and updates 20 ")
     assert lines[2] == "1 stay whole, 4 parameters: norm.weight"
     assert lines[4:9] == [
-        "weights 136 (0.00 GiB)", "gradients 72 (0.00 GiB)", "AdamW state 160 (0.00 GiB)", "buckets 1 (0.00 GiB)",
+        "weights 136 (0.00 GiB)", "gradients 72 (0.00 GiB)", "optimizer state 160 (0.00 GiB)", "buckets 1 (0.00 GiB)",
         "together 369 (0.00 GiB), and activations, which no plan of the eager engine tells",
     ]  # fmt: skip
     assert "layers.*.weight 2 (8, 4) (4, 4) (2, 4) [(tp, dp), -]" in lines

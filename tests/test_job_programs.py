@@ -1,6 +1,7 @@
 """The programs of a training job are made with it: what recompute and swap can't do is told before anything is written,
 and no program is made twice."""
 
+import numpy as np
 import pytest
 from mindspore import Tensor
 from support.small_pipelines import Counted, Scale, array, pipeline
@@ -13,6 +14,7 @@ from mindformers_core.operators import tensor_meta
 from mindformers_core.pipeline import ScheduleLoopedBFS, ScheduleZBV
 from mindformers_core.recipe.loader import load_recipe
 from mindformers_core.recompute import recompute, swap
+from mindformers_core.sharding.sharded_tree import ShardedTree
 from mindformers_core.tensor_parallel import programs, shard
 from mindformers_core.trainer.trainer import Trainer
 
@@ -76,6 +78,17 @@ def test_the_first_step_finds_its_program(tmp_path, overrides):
     (made,) = programs(job.cells[0])
     job.train_step()
     assert programs(job.cells[0]) == [made]
+
+
+def test_a_micro_step_asks_for_its_program_once(tmp_path, monkeypatch):
+    """Two micro-batches, two keys; the prepared program is that of one call."""
+    given = [f"train_dataset.cache_dir={tmp_path}", "training.local_batch_size=2", "training.global_batch_size=4"]
+    job, asked, key = Trainer(load_recipe(ONE_RANK, [*SMALL, *given])), [], ShardedTree.key
+    monkeypatch.setattr(ShardedTree, "key", lambda tree, *call: asked.append(call) or key(tree, *call))
+    job.train_step()
+    assert len(asked) == 2
+    ids = Tensor(np.zeros((3, 16), np.int32))
+    assert job.cells[0](ids, ids)[1].to_local().item() == 48 and len(asked) > 2
 
 
 def stages(settings, swapped, kind=ScheduleLoopedBFS, compiled=False):

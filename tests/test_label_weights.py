@@ -151,7 +151,7 @@ def test_a_loss_scale_skips_steps_up_to_a_limit():
     rows, _ = run_simulated(given, 3)
     assert [row["loss_scale"] for row in rows] == [2.0**24, 2.0**23, 2.0**22] and rows[2]["skipped"] == 3
     assert rows[0]["loss"] == rows[2]["loss"] and "not_finite" not in rows[1]
-    assert "skipped 3 steps in a row, more than precision.skipped_steps" in rows[2]["not_finite"]
+    assert "3 steps in a row are skipped, more than precision.skipped_steps" in rows[2]["not_finite"]
 
 
 @pytest.mark.usefixtures("one_rank")

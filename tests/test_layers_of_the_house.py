@@ -22,6 +22,7 @@ PURE_FLOORS = (  # each imports only from those before it, and never MindSpore
     "lazy_exports",
     "files",
     "ranges",
+    "components",
     "placement",
     "layout",
     "batches",

@@ -9,9 +9,10 @@ import yaml
 
 from mindformers_core.data.datasets import dataset_of
 from mindformers_core.pipeline.schedules.named import SCHEDULES, schedule_class
+from mindformers_core.recipe.learning_rate import learning_rate
 from mindformers_core.recipe.loader import RecipeError, load_recipe, recipe_to_yaml
 from mindformers_core.recipe.pipeline import layers_of_rank, layers_of_stages, recipe_timeline
-from mindformers_core.recipe.sections import batch_plan, learning_rate, mesh_shape
+from mindformers_core.recipe.sections import batch_plan, mesh_shape
 from mindformers_core.recipe.text import parse_overrides
 
 CONFIGS = Path(__file__).parent.parent / "configs"

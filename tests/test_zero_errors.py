@@ -12,7 +12,6 @@ from support.small_zero import Net
 from mindformers_core.layout import layout
 from mindformers_core.mesh import DeviceMesh, init_device_mesh
 from mindformers_core.optimizers.adamw import AdamW
-from mindformers_core.recipe.sections import Optimizer
 from mindformers_core.tensor_parallel import shard
 from mindformers_core.zero import LossScale, hsdp, value_and_grad
 from mindformers_core.zero.gradient_reducer import check_optimizers
@@ -45,7 +44,7 @@ class Training(nn.Cell):
 OPTIMIZERS = {
     "Adam": lambda net: nn.Adam(net.trainable_params()),
     "SGD": lambda net: optim.SGD([{"params": net.trainable_params()[1:]}], lr=0.1),
-    "AdamW": lambda net: AdamW(net.trainable_params(), Optimizer()),
+    "AdamW": lambda net: AdamW(net.trainable_params()),
     "LARS": lambda net: nn.LARS(nn.Momentum(net.trainable_params(), 0.1, 0.9)),
     "Adam in a Cell": Training,
 }

@@ -8,6 +8,7 @@ import functools
 import gc
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from types import CodeType, FunctionType
 
 import numpy as np
@@ -96,6 +97,7 @@ def codes(code, where=()):
 def planted(fault):
     """While open, functions of the fault's file have the fault's code."""
     path = ROOT / "mindformers_core" / fault.file
+    import_module(f"mindformers_core.{fault.file.removesuffix('.py').replace('/', '.')}")  # if nobody has yet
     whole = path.read_text()
     before, after = (codes(compile(text, str(path), "exec")) for text in (whole, fault.planted(whole)))
     changed = {code: after[place] for place, code in before.items() if place in after and after[place] != code}

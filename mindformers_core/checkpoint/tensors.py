@@ -62,7 +62,7 @@ def optimizer_parts(optimizer, rank, file_name=lambda path: path):
             isn't known where it lies.
     """
     found = {}
-    for state, placed in _states(optimizer):
+    for state, placed in states_of(optimizer):
         name = state.name
         if placed is not None:
             name = name.removesuffix(placed.name) + file_name(placed.name)
@@ -75,18 +75,20 @@ def optimizer_parts(optimizer, rank, file_name=lambda path: path):
 
 def states_alike(optimizer):
     """Name -> bytes of the Parameters of an optimizer's state that ranks have to have alike, as a number of steps."""
-    return {state.name: state.asnumpy().tobytes() for state, placed in _states(optimizer) if placed is None}
+    return {state.name: state.asnumpy().tobytes() for state, placed in states_of(optimizer) if placed is None}
 
 
-def _states(optimizer):
+def states_of(optimizer):
     """Pairs (Parameter, the trained one that it lies with, or None) of an optimizer's state.
 
-    That are the Parameters that it has besides `parameters`, in attributes, lists and dicts, but its learning rates,
-    which belong to the code. One whose name ends with that of a parameter of its shape, as a moment's, lies with that.
+    That are the Parameters that it and Cells in it have besides `parameters`, in attributes, lists and dicts, but its
+    learning rates, which belong to the code. One whose name ends with that of a parameter of its shape, as a moment's,
+    lies with that.
     """
     trained = {parameter.name: parameter for parameter in optimizer.parameters}
     known = {id(parameter) for parameter in trained.values()}
-    for state in [*optimizer.get_parameters(), *_parameters_in(vars(optimizer))]:
+    listed = (each for _, cell in optimizer.cells_and_names() for each in _parameters_in(vars(cell)))
+    for state in [*optimizer.get_parameters(), *listed]:
         words = state.name.split(".")
         if id(state) in known or words[-1].startswith("learning_rate"):
             continue

@@ -17,13 +17,13 @@ from mindformers_core.communication.world import rank_of
 from mindformers_core.data.reading import micro_batch
 from mindformers_core.dtypes import ITEM_BYTES
 from mindformers_core.hints import any_layer, columns
-from mindformers_core.optimizers.adamw import decay_lines, decays
+from mindformers_core.optimizers.settings import placed_lines
 from mindformers_core.recipe.pipeline import recipe_timeline
 from mindformers_core.recipe.sections import batch_plan, recipe_mesh
 from mindformers_core.recompute.stages import check_stages
 from mindformers_core.sharding.inspecting import prepare
 from mindformers_core.sharding.sharded_cells import tree_of
-from mindformers_core.trainer.cells import build_cells
+from mindformers_core.trainer.cells import build_cells, check_patterns, placed_of
 from mindformers_core.zero import memory_report
 from mindformers_core.zero.plan import LEVELS
 
@@ -31,7 +31,7 @@ _TITLES = {  # kind of bytes -> title; all but the last two are fields of `zero.
     "weights": "weights",
     "parts": "their parts",
     "gradients": "gradients",
-    "state": "AdamW state",
+    "state": "optimizer state",
     "buckets": "buckets",
     "activations": "activations",
     "recomputed": "computed again at once",
@@ -75,16 +75,16 @@ def dry_run(recipe):
         ValueError: anything that would make the real run fail on shapes: a dim that its axes don't divide, …; layers
             and patterns of recompute and swap that match nothing.
     """
+    check_patterns(recipe)
     mesh = recipe_mesh(recipe)
     ranks = mesh.group(mesh.rank_list[0], ("pp",))
     timeline = recipe_timeline(recipe) if len(ranks) > 1 else None
-    facts, summaries, decaying = [], {}, {}
+    facts, summaries, placed = [], {}, {}
     for rank, live in zip(ranks, timeline.peak_live if timeline else (1,), strict=True):
         with rank_of(mesh.size, rank, device_target=recipe.context.device_target):
             cells = build_cells(recipe, mesh, rank)
             facts.append(_facts_of_rank(recipe, cells, live))
-            trained = [parameter for net in cells.values() for parameter in net.trainable_params()]
-            decaying |= {parameter.name: decays(parameter, recipe.optimizer) for parameter in trained}
+            placed |= placed_of(recipe, cells)
             summaries |= {stage: tree_of(net).activations.stage_summary() for stage, net in cells.items()}
     if any(summaries.values()):
         check_stages(recipe.recompute, recipe.swap, [summaries[stage] for stage in sorted(summaries)])
@@ -94,7 +94,7 @@ def dry_run(recipe):
         f"batch       {plan.samples} sequences of {recipe.train_dataset.seq_length} tokens a step: {plan.ranks} dp "
         f"ranks x {plan.runs} {kind} x {recipe.training.local_batch_size}"
         f"{f', {plan.empty} of these rows empty' if plan.empty else ''}\n"
-    ) + "".join(f"{line}\n" for line in decay_lines(decaying, recipe.optimizer))
+    ) + "".join(f"{line}\n" for line in placed_lines(placed, recipe.optimizer))
     if recipe.context.mode == 0 and recipe.context.device_target == "CPU":
         head += "memory      more than below: in graph mode MindSpore keeps 8 to 9 times the activations on CPU\n"
     return head + (_pipeline_report(timeline, facts) if timeline else report(facts[0]))
@@ -119,7 +119,7 @@ def _facts_of_rank(recipe, cells, live):
                 lines += [f"stage {stage}:", *(f"  {line}" for line in explained.lines)]
             else:
                 lines += explained.lines
-    reports = [memory_report(net, compiled=at_once) for net in cells.values()]
+    reports = [memory_report(net, state_bytes=recipe.optimizer.state_bytes, compiled=at_once) for net in cells.values()]
     fullest = max(("pass", "update"), key=lambda moment: sum(each.computed[moment].total for each in reports))
     figures, shards = [each.computed[fullest] for each in reports], reports[0].step.settings.shard_size
     nbytes = {kind: sum(getattr(each, kind) for each in figures) for kind in [*_TITLES][:-2]}

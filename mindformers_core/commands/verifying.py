@@ -16,7 +16,7 @@ from mindformers_core.recipe.sections import batch_plan, micro_batches_of_a_run,
 from mindformers_core.recipe.zero import mixed_precision
 from mindformers_core.sharding.initialize import materialize
 from mindformers_core.sharding.parameter_storage import as_computed
-from mindformers_core.trainer.cells import build_cells, build_model
+from mindformers_core.trainer.cells import build_cells, build_model, check_patterns
 from mindformers_core.trainer.step import step_parts
 from mindformers_core.verification.engine import seed_restored, simulate
 from mindformers_core.zero.precision import MixedPrecision
@@ -34,6 +34,7 @@ def verify_recipe(recipe, full=False):
     Raises:
         ValueError: the recipe is impossible, or has another plan at small sizes.
     """
+    check_patterns(recipe)
     given, recipe = recipe, replace(recipe, context=replace(recipe.context, mode=1, engine="generated"))
     if full:
         plans = {(stage, tree.mesh): (graph, plan) for stage, (tree, graph, plan) in planned(recipe).items()}
@@ -60,7 +61,7 @@ def verify_recipe(recipe, full=False):
     parameters = {path: parameter.asnumpy() for path, parameter in net.parameters_and_names()}
 
     first = next(graph for (stage, _), (graph, _) in plans.items() if stage == 0)
-    names = recipe.spec.inputs or list(first.arguments)
+    names = (recipe.spec.inputs or list(first.arguments))[: len(inputs)]
     whole = local_batch(plan, [Layout.on(mesh, ((),) * array.ndim) for array in inputs], 0, ignored_rows(recipe), data)
     passes = _passes(whole, plan, 1 if is_sum else 1 / plan.micro_batches, names)
     subject = SimpleNamespace(

@@ -1,1 +1,1 @@
-"""Optimizers: AdamW with compiled updates, and Lamb, whose norms are those of whole weights."""
+"""Optimizers of a recipe by name: AdamW, SGD, Lamb, LARS, Muon; groups of parameters with rates of their own."""

@@ -5,9 +5,8 @@ import math
 import mindspore as ms
 from mindspore import nn, ops
 
-from mindformers_core.grouping import grouped
 from mindformers_core.optimizers.adamw import moments
-from mindformers_core.tensor_parallel.clipping import sharding_of, sum_cell
+from mindformers_core.tensor_parallel.clipping import sums_over_parts
 
 
 class Lamb(nn.Optimizer):
@@ -58,9 +57,7 @@ class Lamb(nn.Optimizer):
         self.log_betas = (math.log(beta1), math.log(beta2))
         self.moments1 = moments(self.parameters, "lamb.moment1.")
         self.moments2 = moments(self.parameters, "lamb.moment2.")
-        groups = grouped((sharding_of(parameter), place) for place, parameter in enumerate(self.parameters))
-        self.places = tuple(tuple(places) for places in groups.values())
-        self.sums = nn.CellList([sum_cell(mesh, axes) for mesh, axes in groups])
+        self.places, self.sums = sums_over_parts(self.parameters, range(self.param_length))
 
     def construct(self, gradients):
         if len(gradients) != self.param_length:

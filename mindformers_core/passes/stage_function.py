@@ -8,6 +8,7 @@ from mindspore import Tensor
 from mindformers_core.dtensor.dtensor import DTensor
 from mindformers_core.passes.compiled_cells import CompiledCells, forbid_reuse
 from mindformers_core.program.structure import call_signature
+from mindformers_core.scopes import replaced
 from mindformers_core.sharding.compiling import jit
 from mindformers_core.sharding.inspecting import prepare
 from mindformers_core.sharding.parameter_storage import parameter_storage
@@ -47,7 +48,7 @@ class StageFunction:
         )
         self.by_place, self.takes = by_place, by_name if loss_fn is None else [*by_name, _TARGET]
         self.takes_any = any(argument.kind == Argument.VAR_KEYWORD for argument in arguments)
-        self.layouts = ()
+        self.layouts, self._program = (), None  # the program that `make_program` has made or found, for the next call
         self._is_compiled = compiled
         self._cells_compiled = CompiledCells(tree_of(cell)) if compiled and isinstance(cell, ShardedCell) else None
         self._calling = nullcontext if self._cells_compiled is None else self._cells_compiled.calling
@@ -69,7 +70,9 @@ class StageFunction:
             results = self._checked(self._compiled(tuple(named))(*inputs, *named.values()))
             results = self.storage.cast_outputs(results)
         else:
-            with self._calling():
+            prepared = nullcontext() if self._program is None else replaced(tree_of(self.cell), prepared=self._program)
+            self._program = None
+            with self._calling(), prepared:
                 results = self._checked(self.cell(*inputs, **named))
             self.layouts = tuple(getattr(result, "layout", None) for result in results)
             results = tuple(result.to_local() if isinstance(result, DTensor) else result for result in results)
@@ -105,12 +108,15 @@ class StageFunction:
         return {name: value for name, value in kwargs.items() if name in names}
 
     def make_program(self, inputs, kwargs):
-        """Make the program of a sharded Cell for these arguments if it has none: gradients can't contain a capture."""
+        """Make the program of a sharded Cell for these arguments if it has none: gradients can't contain a capture.
+
+        A call that follows is of these arguments.
+        """
         if isinstance(self.cell, GeneratedCell):
             inputs, named = self.storage.cast_inputs(tuple(inputs), self._split_target(kwargs)[1])
             with self._calling():
-                program = prepare(self.cell, *inputs, **named)
-            self.layouts = tuple(result.layout for result in program.results)
+                self._program = prepare(self.cell, *inputs, **named)
+            self.layouts = tuple(result.layout for result in self._program.results)
 
     def check_gradients(self):
         """Raise `ValueError` where the program's backward pass can't follow the settings of recompute or swap."""

@@ -7,17 +7,25 @@ import dataclasses
 import os
 import types
 import typing
+from functools import cache
 
 import yaml
 
+from mindformers_core.components import named_section
 from mindformers_core.hints import nearest
 from mindformers_core.models.spec import DEFAULT_MODEL, model_spec
+from mindformers_core.optimizers.settings import OPTIMIZERS, AdamWSettings, optimizer_base
 from mindformers_core.ranges import check_range
 from mindformers_core.recipe.checks import check_recipe
+from mindformers_core.recipe.learning_rate import SCHEDULES, LrScheduler, ScheduleSettings
 from mindformers_core.recipe.sections import Recipe
 from mindformers_core.recipe.text import parse_overrides, parse_yaml
 from mindformers_core.scopes import errors_at
 
+_COMPONENTS = {  # section whose key `type` names a component -> arguments of `named_section`
+    "optimizer": (OPTIMIZERS, optimizer_base, 2, ("learning_rate", "lr")),
+    "lr_scheduler": (SCHEDULES, lambda names: ScheduleSettings, 1, ("steps",)),
+}
 _OF_A_MACHINE = ("train_dataset.cache_dir",)  # keys that ranks may have different values of
 
 
@@ -69,11 +77,8 @@ def _read_sections(path, overrides):
 @errors_at("", kind=RecipeError)
 def recipe_from_dict(sections):
     """The checked `Recipe` of nested dicts; errors as in `load_recipe`."""
-    model = sections.get("model")
-    name = model.get("name", DEFAULT_MODEL) if isinstance(model, dict) else DEFAULT_MODEL
-    if isinstance(model, dict):
-        sections = sections | {"model": {key: value for key, value in model.items() if key != "name"}}
-    recipe = _convert(sections, _recipe_class(name), "")
+    kind, sections = _recipe_class(sections)
+    recipe = _convert(sections, kind, "")
     check_recipe(recipe)
     if recipe.evaluation.interval:
         check_recipe(evaluated(recipe))
@@ -91,20 +96,43 @@ def evaluated(recipe):
             "evaluation.dataset: missing: training data would be evaluated: give the keys of train_dataset that "
             "differ, as {data_path: [held_out.txt]}"
         )
-    keys = _plain(recipe.train_dataset) | recipe.evaluation.dataset
+    kept, origins = _plain(recipe.train_dataset), {"data_path", "sources", "factory"}
+    if origins & recipe.evaluation.dataset.keys():
+        kept = {key: value for key, value in kept.items() if key not in origins}
+    keys = kept | recipe.evaluation.dataset
     section = _convert(keys, type(recipe.train_dataset), "evaluation.dataset")
     return dataclasses.replace(recipe, train_dataset=section)
 
 
-def _recipe_class(name):
-    """`Recipe`, with the config of the model of this name."""
-    if name == DEFAULT_MODEL:
+def _recipe_class(sections):
+    """`Recipe`, with the config of the model, the optimizer and the schedule that the sections name, and the sections.
+
+    The model's have no key `name` there.
+    """
+    model, kinds, name = sections.get("model"), typing.get_type_hints(Recipe), DEFAULT_MODEL
+    if isinstance(model, dict):
+        name = model.get("name", DEFAULT_MODEL)
+        sections = sections | {"model": {key: value for key, value in model.items() if key != "name"}}
+    if name != DEFAULT_MODEL:
+        with errors_at("model.name: ", ": docs/models.md"):
+            kinds["model"] = model_spec(name).config
+    chosen = {"model": kinds["model"]}
+    for key, given in _COMPONENTS.items():
+        value, chosen[key] = sections.get(key), kinds[key]
+        if isinstance(value, dict) and "type" in value:
+            chosen[key] = named_section(value["type"], f"{key}.type", *given)
+    return _recipe_with(name, *chosen.values()), sections
+
+
+@cache
+def _recipe_with(name, model, optimizer, schedule):
+    """`Recipe`, for a model of this name, with these dataclasses of sections."""
+    if (name, optimizer, schedule) == (DEFAULT_MODEL, AdamWSettings, LrScheduler):
         return Recipe
-    with errors_at("model.name: ", ": docs/models.md"):
-        config = model_spec(name).config
-    return dataclasses.make_dataclass(
-        "Recipe", [("model", config)], bases=(Recipe,), namespace={"model_name": name}, frozen=True
-    )
+    entries = [("model", model)]
+    for key, section in ("optimizer", optimizer), ("lr_scheduler", schedule):
+        entries.append((key, section, dataclasses.field(default_factory=section)))
+    return dataclasses.make_dataclass("Recipe", entries, bases=(Recipe,), namespace={"model_name": name}, frozen=True)
 
 
 def recipe_to_dict(recipe):
@@ -152,6 +180,8 @@ def _convert(value, hint, path):
     """`value` as an instance of `hint`; errors begin with `path`."""
     if dataclasses.is_dataclass(hint):
         return _convert_section(value, hint, path)
+    if hint is typing.Any:
+        return value
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
         if value is None and type(None) in arguments:

@@ -4,7 +4,6 @@ Sections and keys are named as in MindSpore Transformers' current (PyNative) YAM
 Face's `config.json`.
 """
 
-import math
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -14,18 +13,15 @@ from mindformers_core.layout import layout
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.models.configuration import MOST_LAYERS, LlamaConfig
 from mindformers_core.models.spec import DEFAULT_MODEL, model_spec
+from mindformers_core.optimizers.settings import AdamWSettings
 from mindformers_core.ranges import bounded
+from mindformers_core.recipe.learning_rate import MOST_STEPS, LrScheduler
 from mindformers_core.recompute.settings import RecomputeSettings, SwapSettings
 from mindformers_core.scopes import errors_at
 
 MESH_AXES = ("pp", "dp", "cp", "tp")
-_DECAYS = {  # fraction of the steps after warm-up -> remaining fraction of learning_rate - lr_end
-    "ConstantWarmUpLR": lambda progress: 1.0,
-    "LinearWithWarmUpLR": lambda progress: 1.0 - progress,
-    "CosineWithWarmUpLR": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
-}
 _STRATEGIES = {"full_batch": [], "data_parallel": ["dp"]}  # layouts of an array
-_RANKS, _MANY = 2**17, 10**9  # the most on an axis, and altogether; the most steps, or sequences of a step
+_RANKS, _MANY = 2**17, MOST_STEPS  # the most on an axis, and altogether; the most steps, or sequences of a step
 
 
 @dataclass(frozen=True)
@@ -74,38 +70,28 @@ class Parallelism:
 
 
 @dataclass(frozen=True)
-class Optimizer:
-    """AdamW (Loshchilov and Hutter 2019), with bias correction."""
+class Source:
+    """One source of a mixture: files, or a user's object; docs/data.md."""
 
-    type: Literal["AdamW"] = "AdamW"
-    betas: tuple[float, float] = bounded((0.9, 0.95), 0, below=1)
-    eps: float = bounded(1e-8, 0.0, 1)
-    weight_decay: float = bounded(0.01, 0.0, 100)
-    weight_decay_exclude: tuple[str, ...] = ("*norm*", "*bias*")  # patterns of parameter names that don't decay
-    weight_decay_vectors: bool = False  # whether tensors of one dim (scales of norms, biases) and scalars decay, too
-
-
-@dataclass(frozen=True)
-class LrScheduler:
-    """The learning rate at every step: linear from 0 during warm-up, then as `type` selects."""
-
-    type: Literal["ConstantWarmUpLR", "LinearWithWarmUpLR", "CosineWithWarmUpLR"] = "CosineWithWarmUpLR"
-    learning_rate: float = bounded(1e-5, 0.0, 100)  # at the end of warm-up
-    lr_end: float = bounded(0.0, 0.0, 100)  # at the last step
-    warmup_steps: int = bounded(0, 0, _MANY)
-    warmup_ratio: float | None = bounded(None, 0.0, below=1.0)  # of training.steps, instead of warmup_steps
+    data_path: tuple[str, ...] = ()  # as train_dataset.data_path
+    factory: str = ""  # package.module:function that opens a user's object with len() and an index
+    weight: int = bounded(1, 1, 100_000)  # of so many samples of all weights together
 
 
 @dataclass(frozen=True)
 class TrainDataset:
-    """Text, read as bytes, or token ids in a `.npy` file; or a user's dataset."""
+    """Text, token ids, rows with either; or a user's dataset; docs/data.md."""
 
-    data_path: tuple[str, ...] = ()  # files, or folders with text; default: the sources of Python's standard library
+    data_path: tuple[str, ...] = ()  # token ids, rows, or text; default: the sources of Python's standard library
+    sources: tuple[Source, ...] = ()  # several, mixed by their weights, in the place of data_path
+    tokenizer: str = ""  # folder with a Hugging Face tokenizer, for text and conversations; default: bytes
+    packing: Literal["none", "documents"] = "none"  # documents: whole ones in a sequence, each for itself
+    on_change: Literal["end", "go_on"] = "end"  # where a resumed run has other data
     seq_length: int = bounded(1024, 1, 2**24)
-    max_bytes: int = bounded(16_000_000, 1, 2**50)  # further text is ignored
-    seed: int | None = bounded(None, 0, 2**32 - 1)  # of the order of sequences; default: training.seed
-    cache_dir: str = "~/.cache/mindformers_core"  # folder for the concatenated bytes of text files
-    factory: str = ""  # package.module:function that opens a user's dataset, see docs/models.md
+    max_bytes: int = bounded(16_000_000, 1, 2**50)  # further bytes of text are ignored
+    seed: int | None = bounded(None, 0, 2**32 - 1)  # of the order of samples; default: training.seed
+    cache_dir: str = "~/.cache/mindformers_core"  # folder for the tokens of text and rows
+    factory: str = ""  # package.module:function that opens a user's dataset, see docs/data.md
     options: dict = field(default_factory=dict, hash=False)  # further settings for that function
     # what a rank reads of a batch: full_batch: all, data_parallel: rows by dp, or a list with a layout for each array,
     # as [[dp, null, tp], [dp]]; default: what the model's shard() declares
@@ -142,7 +128,7 @@ class Adapters:
     """Low-rank adapters of linear layers, which are trained in the place of all weights: `add_adapters`."""
 
     rank: int = bounded(0, 0, 2**16)  # 0: none
-    alpha: float | None = bounded(None, above=0.0, at_most=1e9)  # adapters are multiplied by alpha / rank; default: rank
+    alpha: float | None = bounded(None, above=0.0, at_most=1e9)  # their factor is alpha / rank; default: rank
     patterns: tuple[str, ...] = ("*_proj",)  # of paths of linear layers, or their ends
     dropout: float = bounded(0.0, at_least=0.0, below=1.0)  # of the inputs of adapters
     page: ClassVar[str] = "docs/fine_tuning.md"
@@ -157,7 +143,8 @@ class Precision:
     reduce: Literal["float32", "float16", "bfloat16"] | None = None  # of sums of gradients; default: float32
     # the loss scale doubles after 2000 steps, and halves where gradients aren't finite: that step is skipped
     loss_scale: float | None = bounded(None, 1.0, 2.0**24)  # at first; default: with float16 2**16 / labels, else none
-    skipped_steps: int = bounded(50, 0, _MANY)  # in a row, after which a run with a loss scale ends
+    skip_not_finite: bool = False  # skip steps whose loss or gradients aren't finite also without a loss scale
+    skipped_steps: int = bounded(50, 0, _MANY)  # in a row, after which a run ends
 
 
 @dataclass(frozen=True)
@@ -167,6 +154,7 @@ class Monitor:
     log_interval: int = bounded(10, 1, _MANY)  # steps between printed lines where there's no terminal
     plot: bool = True  # draw loss.png at the end (extra `plot`)
     tensorboard: bool = False  # write event files (extra `tensorboard`)
+    gradient_norms: tuple[str, ...] = ()  # patterns of parameter names: norms of their gradients, in metrics.jsonl
     digests: bool = False  # record every tensor's digest in <output_dir>/digests, for `diff`
     perturb: int = bounded(0, 0, 10**6)  # for `diff`: not 0: change initial weights by a unit of rounding, by this seed
 
@@ -193,8 +181,8 @@ class Recipe:
     model: LlamaConfig  # or the config of another model, which the key model.name selects
     training: Training = Training()
     parallelism: Parallelism = Parallelism()
-    optimizer: Optimizer = Optimizer()
-    lr_scheduler: LrScheduler = LrScheduler()
+    optimizer: AdamWSettings = AdamWSettings()  # or the settings of another optimizer, which its key type selects
+    lr_scheduler: LrScheduler = LrScheduler()  # as well
     train_dataset: TrainDataset = TrainDataset()
     evaluation: Evaluation = Evaluation()
     precision: Precision = Precision()
@@ -318,19 +306,3 @@ def dataset_layouts(section, names):
     with errors_at("train_dataset.dataset_strategy: "):
         listed = [[entries] if isinstance(entries, str) else entries or () for entries in given]
         return {name: layout(*entries) for name, entries in zip(names, listed)}
-
-
-def learning_rate(recipe, step):
-    """The learning rate of `step`, from 1 to `training.steps`; it needs no device, and is the same in a resumed run.
-
-    During warm-up the rate increases linearly to `lr_scheduler.learning_rate`. After it the rate is constant
-    (ConstantWarmUpLR), or decreases to `lr_end` at the last step, linearly (LinearWithWarmUpLR) or as half a cosine
-    (CosineWithWarmUpLR; Loshchilov and Hutter 2017, without restarts).
-    """
-    schedule, warmup = recipe.lr_scheduler, recipe.lr_scheduler.warmup_steps
-    if schedule.warmup_ratio is not None:
-        warmup = math.ceil(schedule.warmup_ratio * recipe.training.steps)
-    if step < warmup:
-        return schedule.learning_rate * step / warmup
-    progress = (step - warmup) / max(1, recipe.training.steps - warmup)
-    return schedule.lr_end + (schedule.learning_rate - schedule.lr_end) * _DECAYS[schedule.type](progress)

@@ -47,6 +47,7 @@ class ShardedTree:
         function_names: names of all generated functions: a Cell may get several of them as methods.
         eager: paths of the Cells that run operator by operator.
         running: name of the program of the current call from outside, or None.
+        prepared: the `Program` of the next call from outside, of the root, which its caller has asked for; or None.
         views: the DTensors of parameters while the eager engine runs, or None.
         storage: the `ParameterStorage`: where parameters are between computations.
         training: the flags of all Cells, or None where they have to be read again.
@@ -68,7 +69,7 @@ class ShardedTree:
         self.programs, self.function_names, self.eager = OrderedDict(), set(), set()
         self._news = {}  # signature -> (what is new at each call, number of such calls in a row)
         self._runs = {}  # signature -> number of calls since the last of these
-        self.running = self.views = self.training = self.deferred_gradients = None
+        self.running = self.prepared = self.views = self.training = self.deferred_gradients = None
         self.compiling = self.compiled_cells = None
         self.deferring = False
         self.storage, self.activations = ParameterStorage(), ActivationPolicy()
@@ -179,7 +180,7 @@ class ShardedTree:
         with no_gradient_left_waiting(self.cells[path]):
             if path == "":
                 args, kwargs = self.storage.cast_inputs(args, kwargs)
-            program = self.program(path, args, kwargs)
+            program, self.prepared = self.prepared or self.program(path, args, kwargs), None
             if path == "":
                 self.compare_inputs(program.signature, args, kwargs, program)
             args, kwargs = tree_map(_local, (args, kwargs))

@@ -1,5 +1,7 @@
 """Clipping by the global norm (Pascanu et al. 2013) of gradients that lie in slices on a mesh."""
 
+from fnmatch import fnmatchcase
+
 from mindspore import float32, float64, nn, ops
 
 from mindformers_core.communication import communicator
@@ -33,13 +35,20 @@ class ClipByGlobalNorm(nn.Cell):
     def __init__(self, parameters, max_norm, mesh=None, over=(), counted=None, dtype=float32):
         super().__init__()
         self.max_norm, self.dtype = max_norm, dtype
-        counted = (True,) * len(parameters) if counted is None else counted
+        counted = (True,) * len(parameters) if counted is None else tuple(counted)
+        self._given = tuple(parameters), mesh, over, counted
         pairs = enumerate(zip(parameters, counted, strict=True))
         # MindSpore leaves a sum of no elements unwritten
-        places = grouped((sharding_of(each), place) for place, (each, counts) in pairs if counts and each.size)
-        self.places = tuple(tuple(entry) for entry in places.values())
-        self.sums = nn.CellList([sum_cell(mesh, axes) for mesh, axes in places])
+        places = [place for place, (each, counts) in pairs if counts and each.size]
+        self.places, self.sums = sums_over_parts(parameters, places)
         self.sum_of_all = sum_cell(mesh, tuple(over))
+
+    def of_names(self, patterns):
+        """The same for all gradients, but of which the norm counts those whose parameters' names match a pattern."""
+        parameters, mesh, over, counted = self._given
+        matched = [any(fnmatchcase(each.name, pattern) for pattern in patterns) for each in parameters]
+        counted = [one and other for one, other in zip(matched, counted)]
+        return ClipByGlobalNorm(parameters, 0, mesh, over, counted, self.dtype)
 
     def construct(self, gradients):
         norm = self.norm(gradients)
@@ -74,6 +83,15 @@ class ClipByGlobalNorm(nn.Cell):
 def clip_by_global_norm(gradients, parameters, max_norm, **across_stages):
     """`ClipByGlobalNorm(parameters, max_norm, …)(gradients)`, in PyNative: a compiled function needs the Cell."""
     return ClipByGlobalNorm(parameters, max_norm, **across_stages)(tuple(gradients))
+
+
+def sums_over_parts(parameters, places):
+    """Places of parameters, together where the same axes shard them: tuples, and of each the Cell that sums over these.
+
+    The Cells are a `CellList`.
+    """
+    groups = grouped((sharding_of(parameters[place]), place) for place in places)
+    return tuple(map(tuple, groups.values())), nn.CellList([sum_cell(mesh, axes) for mesh, axes in groups])
 
 
 def sum_cell(mesh, axes):

@@ -1,7 +1,10 @@
 """The recipe's model on a rank, whole or as stages of a pipeline, and its loss scale."""
 
+import fnmatch
+
 import mindspore as ms
 
+from mindformers_core.hints import any_layer, first_of, nearest
 from mindformers_core.models.adapters import adapted_layers, add_adapters
 from mindformers_core.program.structure import call_signature
 from mindformers_core.recipe.checks import recipe_device_model
@@ -27,6 +30,9 @@ def build_cells(recipe, mesh, rank):
     layers, mesh, is_part = stages_of(recipe, mesh, rank)
     for stage, part in layers.items():
         net = build_model(recipe, part).set_train()
+        for path, parameter in net.parameters_and_names():
+            if recipe.optimizer.placed(path, len(parameter.shape)).frozen:
+                parameter.requires_grad = False  # before shard() and hsdp(), which ask for it
         shard(net, mesh, recipe.parallelism, inputs=_arriving(recipe, net, stage), **shard_settings(recipe))
         cells[stage] = swap(recompute(net, recipe.recompute, is_part=is_part), recipe.swap, is_part=is_part)
     for net in cells.values():
@@ -51,6 +57,30 @@ def build_model(recipe, part=None):
             paths = [path for path in adapted_layers(whole, section.patterns) if path in own]
             add_adapters(net, section.rank, paths, section.alpha, section.dropout)
     return net
+
+
+def check_patterns(recipe):
+    """Raise `ValueError` for a pattern of a recipe that matches no parameter of the whole model, with its key."""
+    keys = {"monitor.gradient_norms": recipe.monitor.gradient_norms}
+    keys |= {
+        f"optimizer.groups[{index}].parameters": each.parameters for index, each in enumerate(recipe.optimizer.groups)
+    }
+    if not any(keys.values()):
+        return
+    names = [path for path, _ in build_model(recipe).parameters_and_names()]
+    for key, patterns in keys.items():
+        for place, pattern in enumerate(patterns):
+            if not fnmatch.filter(names, pattern):
+                known = list(dict.fromkeys(map(any_layer, names)))
+                hint = nearest(pattern, known) or f": they are {first_of(known)}"
+                raise ValueError(f"{key}[{place}]: '{pattern}' matches no parameter{hint}")
+
+
+def placed_of(recipe, cells):
+    """A dict, name -> `Placed`, of the parameters of a rank's stages that are trained, or that a group freezes."""
+    named = {path: each for net in cells.values() for path, each in net.parameters_and_names()}
+    placed = {path: recipe.optimizer.placed(path, len(each.global_shape)) for path, each in named.items()}
+    return {path: each for path, each in placed.items() if each.frozen or named[path].requires_grad}
 
 
 def _arriving(recipe, net, stage):

@@ -18,7 +18,7 @@ from mindformers_core.hints import first_of
 from mindformers_core.recipe.loader import recipe_to_dict
 from mindformers_core.scopes import errors_at
 
-_LENGTH, _FOLDER = "train_dataset.seq_length", "training.output_dir"
+_FOLDER = "training.output_dir"
 
 
 def going_on(recipe):
@@ -66,21 +66,18 @@ def resume(job, checkpoint):
     state = checkpointer.state_of(checkpoint)
     state = None if recipe.checkpoint.no_load_optim else state
     if state:
-        saved, seed = state["recipe"]["train_dataset"], state["seed"]
-        for key, own, other in (
-            ("training.seed", recipe.training.seed, seed),
-            ("train_dataset.seed", recipe.data_seed, seed if saved.get("seed") is None else saved["seed"]),
-            (_LENGTH, recipe.train_dataset.seq_length, saved["seq_length"]),
-        ):
-            if own != other:
-                raise ValueError(
-                    f"{key}: {own}, but the run of {checkpoint.folder} has {other}, and its data and draws go on: take "
-                    "that, or checkpoint.no_load_optim=true, which begins anew"
-                )
+        if recipe.training.seed != state["seed"]:
+            raise ValueError(
+                f"training.seed: {recipe.training.seed}, but the run of {checkpoint.folder} has {state['seed']}, and "
+                "its draws go on: take that, or checkpoint.no_load_optim=true, which begins anew"
+            )
+        goes_on = recipe.train_dataset.on_change == "go_on"
+        with errors_at(f"train_dataset: {checkpoint.folder}: "):
+            job.dataset = job.dataset.resumed(state.get("data", {"facts": {}}), state["consumed"], goes_on)
     fill(checkpoint, checkpointer.parts(bool(state), checkpoint), recipe, job.mesh, job.rank, converts=not state)
     if state:
         job.step, job.consumed = job.checkpointer.restore(state), state["consumed"]
-        job.skipped = state.get("skipped", 0)
+        job.skipped, job.skipped_in_a_row = (state.get(name, 0) for name in ("skipped", "skipped_in_a_row"))
         if job.loss_scale and state["loss_scale"]:
             job.loss_scale.restore(state["loss_scale"])
     if job.rank == 0:
@@ -145,8 +142,10 @@ def save_job(job):
     state = {
         "consumed": job.consumed,
         "seed": recipe.training.seed,
+        "data": job.dataset.state(),
         "loss_scale": job.loss_scale and job.loss_scale.state(),
         "skipped": job.skipped,
+        "skipped_in_a_row": job.skipped_in_a_row,
         "recipe": recipe_to_dict(recipe),
     }
     try:

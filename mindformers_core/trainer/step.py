@@ -1,11 +1,13 @@
 """One optimizer step over a rank's Cells: passes, clipping, update."""
 
 import math
+from collections import Counter
 
 from mindspore import ops
 
+from mindformers_core.checkpoint.tensors import states_of
 from mindformers_core.communication.world import process_state
-from mindformers_core.optimizers.adamw import AdamW
+from mindformers_core.optimizers.grouped import GroupedOptimizer
 from mindformers_core.tensor_parallel import jit
 from mindformers_core.tensor_parallel.clipping import ClipByGlobalNorm
 from mindformers_core.trainer.passes import model_passes, pipeline_passes
@@ -28,15 +30,15 @@ def step_parts(recipe, mesh, cells, loss_scale=None):
     Returns:
         `(run, clip, optimizer, forward)`: a function of the local inputs of the model, a sequence of tensors of shape
         (runs, samples of one, …), that returns the results of all runs and the reduced gradients of the parameters,
-        None where the loss scale finds one that isn't finite; the `ClipByGlobalNorm`; the `AdamW` of the trainable
-        parameters; and `forward` of `model_passes`.
+        None where the loss scale finds one that isn't finite; the `ClipByGlobalNorm`; the `GroupedOptimizer` of the
+        trainable parameters; and `forward` of `model_passes`.
 
     Raises:
         ValueError: on all ranks of the pipeline: stages that contradict each other, or a stage without a program.
     """
     functions = model_passes if recipe.parallelism.pipeline_parallel == 1 else pipeline_passes
     parameters, run, clipping, forward = functions(recipe, mesh, cells, loss_scale)
-    optimizer = AdamW(parameters, recipe.optimizer)
+    optimizer = GroupedOptimizer(parameters, recipe.optimizer)
     clip = ClipByGlobalNorm(optimizer.parameters, recipe.training.max_norm, **clipping)
     return run, clip, optimizer, forward
 
@@ -48,45 +50,54 @@ def step_function(recipe, mesh, cells, loss_scale=None):
     sequence of runs and the collectives of gradients are run by Python.
 
     Returns:
-        `(optimizer, step, forward)`: an `AdamW` of the trainable parameters of this rank, a function that updates them,
-        and `forward` of `model_passes`. The function's arguments are the local inputs of the model, as of `step_parts`,
-        the float32 scalars of `AdamW.scalars`, and a function to call before the update.
+        `(optimizer, step, forward)`: the `GroupedOptimizer` of the trainable parameters of this rank, a function that
+        updates them, and `forward` of `model_passes`. The function's arguments are the local inputs of the model, as of
+        `step_parts`, the optimizer's `scalars`, and a function to call before the update.
         Results are the mean loss, a tensor, which nobody has read, the gradients' norm before clipping, a float, both
-        equal on all ranks, and None.
-        Where one of them isn't finite, no rank updates anything, and in place of None are the paths of this rank's
-        parameters whose gradients aren't, in the order of the backward pass. Where the loss scale skips the step, the
-        norm is infinite, with None.
+        equal on all ranks, None, and the norms of `monitor.gradient_norms`, tensors.
+        Where one of the first two isn't finite, no rank updates anything, and in place of None are the paths of this
+        rank's parameters whose gradients aren't, in the order of the backward pass. Where the loss scale skips the
+        step, the norm is infinite, with None.
     """
     run, clip, optimizer, forward = step_parts(recipe, mesh, cells, loss_scale)
 
-    def norm_of(*gradients):  # one by one: tensors in a tuple would be compiled in as constants
-        return clip.norm(gradients)
+    watched = [clip.of_names((pattern,)) for pattern in recipe.monitor.gradient_norms]
 
-    def update(rate, eps, decay, norm, *gradients):
-        optimizer(clip.clipped(gradients, norm), rate, eps, decay)
+    def norm_of(*gradients):  # one by one: tensors in a tuple would be compiled in as constants
+        norms = (clip.norm(gradients),)
+        for each in watched:
+            norms = norms + (each.norm(gradients),)
+        return norms
+
+    count, states = len(optimizer.scalar_names), _numbered_states(optimizer)
+
+    def update(norm, *tensors):
+        optimizer(clip.clipped(tensors[count:], norm), *tensors[:count])
 
     norm_of, update = map(jit, (norm_of, update)) if recipe.context.mode == 0 else (norm_of, update)
 
-    def step(arrays, rate, eps, decay, before_update):
+    def step(arrays, scalars, before_update):
         results, gradients = run(arrays)
         loss = mean_loss(results, recipe.spec.loss)
         if gradients is None:
-            return loss, math.inf, None
-        norm = norm_of(*gradients)
+            return loss, math.inf, None, ()
+        norm, *norms = norm_of(*gradients)
         _hold(optimizer, {"reduced gradient": gradients})
         # the one number that a step reads: with a loss that isn't finite it isn't either
         number = float((norm + loss * 0).asnumpy())
         if not math.isfinite(number):
             pairs = zip(reversed(optimizer.parameters), reversed(gradients))
             names = [parameter.name for parameter, each in pairs if not all_finite(None, (each,))]
-            return loss, float(norm.asnumpy()), names
+            return loss, float(norm.asnumpy()), names, norms
         before_update()
-        update(rate, eps, decay, norm, *gradients)
-        for what, scalar in {"loss": loss, "gradient norm": norm, "rate": rate, "decay": decay}.items():
+        update(norm, *scalars, *gradients)
+        named = dict(zip(optimizer.scalar_names, scalars, strict=True))
+        for what, scalar in {"loss": loss, "gradient norm": norm, **named}.items():
             process_state().observer.held(what, scalar)
-        moments = {"moment 1": optimizer.moments1, "moment 2": optimizer.moments2}
-        _hold(optimizer, {**moments, "parameter": optimizer.parameters})
-        return loss, number, None
+        for what, state, parameter in states:
+            process_state().observer.held(what, state, parameter)
+        _hold(optimizer, {"parameter": optimizer.parameters})
+        return loss, number, None, norms
 
     return optimizer, step, forward
 
@@ -95,6 +106,13 @@ def mean_loss(results, form):
     """The loss of a step, from the results of its runs; `form`: see `ModelSpec.loss`."""
     losses, *others = zip(*results)
     return sum(losses) / (ops.maximum(sum(others[0]), 1) if form == "sum" else len(losses))
+
+
+def _numbered_states(optimizer):
+    """`("moment 1", state, parameter)` of the states that lie with a parameter, by their number there."""
+    seen, placed = Counter(), [(state, parameter) for state, parameter in states_of(optimizer) if parameter is not None]
+    numbers = [seen.update((parameter.name,)) or seen[parameter.name] for _, parameter in placed]
+    return [(f"moment {number}", *pair) for number, pair in zip(numbers, placed)]
 
 
 def _hold(optimizer, computed):

@@ -1,9 +1,12 @@
 """`Trainer`: the training job of a recipe on this process's part of the mesh, step by step."""
 
+import atexit
 import math
 import os
 import time
 from contextlib import ExitStack
+from dataclasses import astuple
+from weakref import ref
 
 import mindspore as ms
 
@@ -11,16 +14,18 @@ from mindformers_core.checkpoint.folders import set_aside, step_folder
 from mindformers_core.checkpoint.parts import on_all_ranks
 from mindformers_core.checkpoint.tensors import ranks_of
 from mindformers_core.communication import process_state, world
-from mindformers_core.data.datasets import dataset_of
+from mindformers_core.data.datasets import OwnDataset, dataset_of
 from mindformers_core.data.reading import batch_reader
+from mindformers_core.data.streams import Ahead
 from mindformers_core.diff.recorder import perturb
 from mindformers_core.hints import first_of
-from mindformers_core.optimizers.adamw import decay_lines
+from mindformers_core.optimizers.settings import Placed, placed_lines
+from mindformers_core.recipe.learning_rate import learning_rate
 from mindformers_core.recipe.loader import load_recipe, recipe_to_yaml
-from mindformers_core.recipe.sections import batch_plan, learning_rate
+from mindformers_core.recipe.sections import batch_plan
 from mindformers_core.sharding.replicas import check_replicas
 from mindformers_core.trainer import records
-from mindformers_core.trainer.cells import build_cells, loss_scale_of
+from mindformers_core.trainer.cells import build_cells, check_patterns, loss_scale_of, placed_of
 from mindformers_core.trainer.checkpoints import (
     checkpointer_of,
     going_on,
@@ -60,7 +65,7 @@ class Trainer:
             `LossScale`, or None.
         plan: the `BatchPlan` of a step.
         step, consumed: number of steps, and of sequences that they took, also before the run was resumed.
-        skipped, skipped_in_a_row: number of steps that the loss scale has skipped.
+        skipped, skipped_in_a_row: number of steps that were skipped, since something wasn't finite.
         loaded_config: the contents of the `config.json` of `checkpoint.load_path`, or None.
         summary: a line about the steps of the last loop; None before it ends.
 
@@ -79,11 +84,15 @@ class Trainer:
         self.rank = world().rank
         checkpoint = open_source(recipe)
         self.dataset = dataset_of(recipe) if dataset is None else dataset
+        if not hasattr(self.dataset, "resumed"):
+            self.dataset = OwnDataset(dataset, "Trainer(dataset=…)")
         self.plan = batch_plan(recipe, mesh.axis_size("dp"))
+        check_patterns(recipe)
         ms.set_seed(recipe.training.seed)
         start_recording(recipe, mesh, self.plan, self.rank)
         self.cells = build_cells(recipe, mesh, self.rank)
-        self._read = batch_reader(recipe, self.plan, self.cells, self.rank)
+        read = batch_reader(recipe, self.plan, self.cells, self.rank)
+        self._batches = Ahead(lambda consumed: read(self.dataset, consumed))
         ms.manual_seed(recipe.training.seed)  # after the constructors, of which stages call others
         self.loss_scale = loss_scale_of(recipe, mesh)
         self.optimizer, self.run_step, self._forward = step_function(recipe, mesh, self.cells, self.loss_scale)
@@ -116,6 +125,12 @@ class Trainer:
                 be made, is another run's, or takes no more records. ValueError: ranks have other weights where they
                 should have the same.
         """
+        steps = self._steps()
+        left = ref(steps)  # a process that ends in an error in the loop's body ends the loop, too
+        atexit.register(lambda: left() and left().close())
+        return steps
+
+    def _steps(self):
         section, self.summary = self.recipe.checkpoint, None
         with ExitStack() as held:
             recorder = self._open_records(held)
@@ -145,10 +160,9 @@ class Trainer:
             except GeneratorExit:  # the loop has ended early
                 self.checkpointer.await_writer()
             finally:
-                try:
-                    recorder.flush()
-                finally:
-                    self.checkpointer.close()
+                held.callback(self.checkpointer.close)
+                held.callback(self._batches.close)
+                recorder.flush()
             self.summary = recorder.summary(self)
 
     def save(self):
@@ -174,17 +188,19 @@ class Trainer:
         Where the loss or a gradient isn't finite, nothing is updated, and the row has a text about it, `not_finite`.
         """
         started = time.perf_counter()
-        batch = self._read(self.dataset, self.consumed)
+        batch = self._batches.get(self.consumed, self.consumed + self.plan.samples)
         self.step += 1
         self.consumed += self.plan.samples
         rate, scale = learning_rate(self.recipe, self.step), self.loss_scale
         value = scale.value if scale else None
         scalars = self.optimizer.scalars(self.step - self.skipped, rate)
-        loss, norm, odd = self.run_step(tuple(map(ms.Tensor, batch)), *scalars, self.checkpointer.await_copies)
+        loss, norm, odd, norms = self.run_step(tuple(map(ms.Tensor, batch)), scalars, self.checkpointer.await_copies)
         process_state().observer.end_step(self.step)
-        is_skipped = odd is None and math.isinf(norm)  # see `step_function`
+        precision, found = self.recipe.precision, odd or []
+        is_skipped = math.isinf(norm) if odd is None else precision.skip_not_finite  # see `step_function`
         self.skipped, self.skipped_in_a_row = self.skipped + is_skipped, is_skipped * (self.skipped_in_a_row + 1)
-        odd = [] if self.skipped_in_a_row > self.recipe.precision.skipped_steps else odd
+        if is_skipped:
+            odd = found if self.skipped_in_a_row > precision.skipped_steps else None
         seconds = time.perf_counter() - started
         row = records.Row(
             step=self.step,
@@ -194,8 +210,11 @@ class Trainer:
             seconds=seconds,
             tokens_per_second=self.plan.samples * self.recipe.train_dataset.seq_length / seconds,
         )
+        row.update(zip(map("gradient_norm {}".format, self.recipe.monitor.gradient_norms), norms))
         if scale:
-            row.update(loss_scale=value, skipped=self.skipped)
+            row["loss_scale"] = value
+        if scale or precision.skip_not_finite:
+            row["skipped"] = self.skipped
         if odd is not None:
             row["not_finite"] = self._not_finite(row["loss"], norm, odd)
         return row
@@ -206,10 +225,10 @@ class Trainer:
         names = list(dict.fromkeys(name for _, own in found for name in own))
         cause = "all gradients are finite" + (", but not the sum of their squares" if math.isinf(norm) else "")
         if self.skipped_in_a_row:
-            cause = f"the loss scale has skipped {self.skipped_in_a_row} steps in a row, more than "
-            cause += "precision.skipped_steps"
+            cause = f"{self.skipped_in_a_row} steps in a row are skipped, more than precision.skipped_steps"
         if names:
-            cause = f"{len(names)} weights have gradients that aren't finite, in the order of the backward pass "
+            cause = f"{cause}, and " if self.skipped_in_a_row else ""
+            cause += f"{len(names)} weights have gradients that aren't finite, in the order of the backward pass "
             cause += first_of(names, 3)
         samples = f"samples {self.consumed - self.plan.samples} to {self.consumed - 1}"
         return (
@@ -229,13 +248,13 @@ class Trainer:
         Returns:
             The `Recorder`, which writes on rank 0 only.
         """
-        found, ranks, optimizer = [], ranks_of(self.mesh, self.rank), self.optimizer
+        found, ranks = [], ranks_of(self.mesh, self.rank)
         with records.record_errors(self.recipe.training.output_dir):
             on_all_ranks(ranks, lambda: found.extend(self._writers(held)) if self.rank == 0 else None)
-        own = {each.name: decays for each, decays in zip(optimizer.parameters, optimizer.decays, strict=True)}
-        decaying = {name: decays for each in ranks.gather(own).values() for name, decays in each.items()}
+        gathered = ranks.gather({name: astuple(each) for name, each in placed_of(self.recipe, self.cells).items()})
+        placed = {name: Placed(*each) for own in gathered.values() for name, each in own.items()}
         if self.rank == 0:
-            print("\n".join(decay_lines(decaying, optimizer.section)))
+            print("\n".join(placed_lines(placed, self.recipe.optimizer)))
         return records.Recorder(found, self.recipe.monitor.log_interval)
 
     def _writers(self, held):

@@ -12,7 +12,7 @@ from mindformers_core.verification.rounding import FACTOR
 
 _KEPT = 16  # faults of a rank; the first one counts
 _OUTSIDE = (
-    "outside of verify: loss scales, optimizers but AdamW and LAMB, data, checkpoints, graph mode, real backends, "
+    "outside of verify: loss scales, data, checkpoints, graph mode, real backends, "
     "seeds and distributions of draws, Python state. `diff` compares such runs: docs/debugging.md"
 )
 

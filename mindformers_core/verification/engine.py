@@ -73,8 +73,8 @@ def simulate(subject, plans, notes=()):
             mesh: of all ranks.
             build: function of a rank that returns its finished Cells, by stage.
             step: function of a rank and its Cells that runs a step up to clipping; returns, of every pass whose results
-                are compared, label -> pairs (local tensor, layout); the reduced gradients; a `ClipByGlobalNorm`, and an
-                `AdamW`.
+                are compared, label -> pairs (local tensor, layout); the reduced gradients; a `ClipByGlobalNorm`, and a
+                `GroupedOptimizer`.
             replica: function of a rank and its Cells: the number of the data-parallel replica whose batch it computes.
             parameters: path -> array with the global initial values.
             passes: `(label, args, kwargs, slopes)` of every pass, as of `OneCard.run`.

@@ -5,14 +5,15 @@ from functools import lru_cache
 import numpy as np
 from mindspore import Parameter, Tensor, dtype as mstype, ops
 
-from mindformers_core.optimizers.adamw import AdamW, decays
-from mindformers_core.optimizers.lamb import Lamb
+from mindformers_core.optimizers.grouped import GroupedOptimizer
+from mindformers_core.optimizers.settings import AdamWSettings, LambSettings
 from mindformers_core.verification.rounding import PEAK
 
 _TOLERANCE = 1e-5  # optimizers take scalars and keep moments in float32,
 _ROUNDING = 2**-23  # and compute weights of float64 in float32
 _RATE = 1e-3  # the learning rate
 _FACTORS = 1.0, -0.5, 0.25  # of the gradients of three updates
+_LAMB = LambSettings(weight_decay=0.0)  # which takes norms of whole weights
 _LARGE = 2**18 + 3  # elements of a weight beyond those of small sizes
 
 
@@ -48,12 +49,17 @@ def compare_step(check, observer, step, buckets):
         hold(3, "clipped gradient", path, parameter.layout, gradient, summed[path] * factor, limits=limits)
     used = truth.parameters.keys() & summed.keys()
     if parameters and parameters.keys() == summed.keys() == used:  # those of one stage
-        _compare_lamb(hold, truth, parameters, observer.rank)
+        first = {each.layout: path for path, each in reversed(parameters.items())}  # of each layout stands for others
+        _compare_with_one_card(hold, truth, {path: parameters[path] for path in first.values()}, observer.rank, _LAMB)
+    if not isinstance(optimizer.settings, AdamWSettings):
+        whole = {path: each for path, each in parameters.items() if path in truth.parameters}
+        _compare_with_one_card(hold, truth, whole, observer.rank, optimizer.settings)
+        return
     _compare_updates(hold, optimizer, list(parameters), clipped)
     if parameters and observer.rank == 0:
         values, gradient = map(Tensor, _large())
         weight = Parameter(values, name="a large weight")
-        of_large = AdamW((weight,), optimizer.section)
+        of_large = GroupedOptimizer((weight,), optimizer.settings)
         _compare_updates(hold, of_large, [weight.name], (gradient,), lambda _, __, *numbers: _large_added(*numbers))
 
 
@@ -63,14 +69,14 @@ def _large():
     return np.random.default_rng(0).standard_normal((2, _LARGE)).astype(np.float32)
 
 
-def _added(old, gradient, betas, eps, decay):
+def _added(old, gradient, betas, eps, decay, rate):
     """What three AdamW steps add to a weight (Loshchilov and Hutter, 2019)."""
     weight, moments, found = old.astype(np.float64), [0.0, 0.0], gradient.astype(np.float64)
     for number, factor in enumerate(_FACTORS, 1):
         powers, pairs = (found * factor, np.square(found * factor)), zip(betas, moments)
         moments = [beta * moment + (1 - beta) * power for (beta, moment), power in zip(pairs, powers)]
         first, second = (each / (1 - beta**number) for each, beta in zip(moments, betas))
-        weight = weight - _RATE * (first / (np.sqrt(second) + eps) + decay * weight)
+        weight = weight - rate * (first / (np.sqrt(second) + eps) + decay * weight)
     return weight - old
 
 
@@ -79,32 +85,41 @@ _large_added = lru_cache(maxsize=2)(lambda *numbers: _added(*_large(), *numbers)
 
 def _compare_updates(hold, optimizer, paths, gradients, added=_added):
     """Compare what three AdamW steps add to a rank's weights with `added`."""
-    before, section = [parameter.asnumpy().copy() for parameter in optimizer.parameters], optimizer.section
+    before, settings = [parameter.asnumpy().copy() for parameter in optimizer.parameters], optimizer.settings
     for number, factor in enumerate(_FACTORS, 1):
         optimizer(tuple(gradient * factor for gradient in gradients), *optimizer.scalars(number, _RATE))
-    for path, parameter, gradient, old in zip(paths, optimizer.parameters, gradients, before, strict=True):
-        decay = section.weight_decay if decays(parameter, section) else 0.0
-        value = added(old, gradient.asnumpy(), section.betas, section.eps, decay)
+    of_each = zip(paths, optimizer.parameters, gradients, before, optimizer.placed, strict=True)
+    for path, parameter, gradient, old, placed in of_each:
+        value = added(old, gradient.asnumpy(), settings.betas, settings.eps, placed.decay, placed.rate * _RATE)
         scale, found = np.abs(old).max(initial=0.0), Tensor((parameter.asnumpy() - old).astype(np.float64))
         hold(5, "update", path, None, found, value, scale, (_TOLERANCE * 4, _ROUNDING * len(_FACTORS)))
 
 
-def _compare_lamb(hold, truth, parameters, rank):
-    """Compare what LAMB's first step adds (You et al., 2020), which takes norms of whole weights; undo it.
+def _compare_with_one_card(hold, truth, parameters, rank, settings):
+    """Compare what three steps of an optimizer add to a rank's parts with what they add on one card to whole weights.
 
-    The first parameter of each layout stands for the others. Gradients are random: the directions of those that are
-    rounding errors alone would differ.
+    Gradients are random: the directions of those that are rounding errors alone would differ. The weights are restored
+    after LAMB, which is compared in any case.
     """
-    layouts = {each.layout: path for path, each in reversed(parameters.items())}
-    parameters = {path: parameters[path] for path in layouts.values()}
-    before, eps, draw = [each.asnumpy().copy() for each in parameters.values()], 1e-6, np.random.default_rng(0)
-    wholes = {path: draw.standard_normal(each.global_shape) for path, each in parameters.items()}
+    draw, before = np.random.default_rng(0), [each.asnumpy().copy() for each in parameters.values()]
+    wholes = {path: draw.standard_normal(each.global_shape).astype(np.float32) for path, each in parameters.items()}
     parts = [whole[parameters[path].layout.local_slices(whole.shape, rank)] for path, whole in wholes.items()]
-    Lamb(list(parameters.values()), _RATE, eps=eps)(tuple(Tensor(part.astype(np.float32)) for part in parts))
+    _three_steps(parameters.values(), parts, settings)
+    key = settings, tuple(parameters)
+    if key not in truth.updates:
+        values = {path: truth.parameters[path].asnumpy() for path in parameters}
+        weights = [Parameter(Tensor(values[path]), name=each.name) for path, each in parameters.items()]
+        _three_steps(weights, wholes.values(), settings)
+        truth.updates[key] = {path: each.asnumpy() - values[path] for path, each in zip(values, weights)}
     for (path, parameter), old in zip(parameters.items(), before, strict=True):
-        update, weight = wholes[path] / (np.abs(wholes[path]) + eps), truth.parameters[path].asnumpy()
-        norms = np.linalg.norm(weight), np.linalg.norm(update)
-        value = -_RATE * (norms[0] / norms[1] if all(norms) else 1.0) * update
-        added, scale = Tensor(parameter.asnumpy() - old), np.abs(weight).max(initial=0.0)
-        hold(4, "update by Lamb", path, parameter.layout, added, value, scale, (1e-3, _ROUNDING))
-        ops.assign(parameter, Tensor(old))
+        added, scale = Tensor(parameter.asnumpy() - old), np.abs(truth.parameters[path].asnumpy()).max(initial=0.0)
+        value = truth.updates[key][path]
+        hold(4, f"update by {settings.type}", path, parameter.layout, added, value, scale, (1e-3, _ROUNDING))
+        if settings is _LAMB:
+            ops.assign(parameter, Tensor(old))
+
+
+def _three_steps(parameters, gradients, settings):
+    optimizer, gradients = GroupedOptimizer(list(parameters), settings), [Tensor(each) for each in gradients]
+    for number, factor in enumerate(_FACTORS, 1):
+        optimizer(tuple(each * factor for each in gradients), *optimizer.scalars(number, _RATE))

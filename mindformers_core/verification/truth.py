@@ -113,6 +113,7 @@ class OneCard:
         tied: paths of the parameters of several stages.
         outputs: label -> arrays of the floating results of the last stage.
         labels: number of all labels, where the last stage returns it.
+        updates: what optimizers add to the parameters, as `stepping` knows it by then.
         written: label -> path -> array: the parameters that the pass wrote, after it.
         largest: function of "value" or "gradient" and a label: the largest magnitude among all tensors of the pass.
     """
@@ -126,7 +127,7 @@ class OneCard:
         given = ((path, self._noisy(self._tensor(parameters[path]), parameters[path].dtype.name)) for path in stages)
         self.parameters = {path: Parameter(one, name=path, requires_grad=path in trained) for path, one in given}
         self.values, self.gradients, self.weight_gradients, self.outputs, self.written = {}, {}, {}, {}, {}
-        self.labels = 0
+        self.labels, self.updates = 0, {}
         self.trained = [path for path in stages if path in trained]
         self.tied = {path for path, count in stages.items() if count > 1}
         self._operators, self.largest = OperatorCalls(dtype), cache(self._largest)

@@ -1,7 +1,5 @@
 """`verify()`: is the plan of a Cell right?"""
 
-from types import SimpleNamespace
-
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
@@ -12,7 +10,8 @@ from mindformers_core.communication.world import process_state, rank_of
 from mindformers_core.dtypes import dtype_name
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.operators.signature import is_float
-from mindformers_core.optimizers.adamw import AdamW
+from mindformers_core.optimizers.grouped import GroupedOptimizer
+from mindformers_core.optimizers.settings import AdamWSettings
 from mindformers_core.program.observer import Instrumentation
 from mindformers_core.program.structure import tree_map
 from mindformers_core.sharding.declare import copy_cell, eager_cells
@@ -29,9 +28,7 @@ from mindformers_core.verification.truth import differentiated, floating
 from mindformers_core.zero.gradients import value_and_grad
 from mindformers_core.zero.precision import MixedPrecision
 
-_OPTIMIZER = SimpleNamespace(
-    betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, weight_decay_exclude=("*bias*", "*norm*"), weight_decay_vectors=False
-)
+_OPTIMIZER = AdamWSettings(weight_decay=0.1)
 _MAX_NORM = 1e-3  # small, so that gradients are clipped
 
 
@@ -176,7 +173,7 @@ class _Call:
         run = self._differentiated if self.settings is None else self._under_hsdp
         results, gradients = run(cells[0], rank)
         parameters = tuple(_trained(cells[0]))
-        return results, gradients, ClipByGlobalNorm(parameters, _MAX_NORM), AdamW(parameters, _OPTIMIZER)
+        return results, gradients, ClipByGlobalNorm(parameters, _MAX_NORM), GroupedOptimizer(parameters, _OPTIMIZER)
 
     def _under_hsdp(self, net, rank):
         gradient_of, losses, gradients = value_and_grad(net), {}, None

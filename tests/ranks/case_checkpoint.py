@@ -104,7 +104,7 @@ def case_failures_of_one_rank_are_those_of_all():
     saved = Path(save_job(job))
     job.step += 1
     gather_values(job.mesh, None)
-    moment, values = job.optimizer.moments1[0], job.optimizer.moments1[0].asnumpy
+    moment, values = job.optimizer.members[0].moments1[0], job.optimizer.members[0].moments1[0].asnumpy
     if world().rank == 2:
 
         def fail():

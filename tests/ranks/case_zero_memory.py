@@ -7,7 +7,6 @@ from support.launch import on_ranks
 
 from mindformers_core.communication import count_collectives
 from mindformers_core.optimizers.adamw import AdamW
-from mindformers_core.recipe.sections import Optimizer
 from mindformers_core.tensor_parallel import explain
 from mindformers_core.zero import MixedPrecision, hsdp, memory_report, value_and_grad
 from mindformers_core.zero.explained import explained_lines
@@ -66,7 +65,7 @@ class Training:
         shard_size, name = SHARDED[level]
         options = {"mixed_precision": MIXED if policy == "mixed" else None, "comm_fusion": 0.1, **options}
         self.cell = hsdp(Tower(), shard_size, 1, name, **options)
-        self.optimizer = AdamW(self.cell.trainable_params(), Optimizer())
+        self.optimizer = AdamW(self.cell.trainable_params())
         self.gradient_of, self.compiled = value_and_grad(self.cell, compiled), compiled
 
     def steps(self, number):

@@ -3,6 +3,7 @@
 from case_training import DEEP, compare_with_one_rank, pipeline
 from support.launch import on_ranks
 
+from mindformers_core.checkpoint.tensors import states_of
 from mindformers_core.communication import count_collectives
 
 DP_AND_TP, DP, PP_AND_DP = (1, 2, 1, 2), (1, 4, 1, 1), (2, 2, 1, 1)
@@ -21,7 +22,7 @@ def compare(level, local, *overrides, shape=DP_AND_TP, shards=2, alike=()):
     count = 8 // (local * shape[1])
     job = compare_with_one_rank(*overrides, shape=shape, alike=alike, micro_batches=count, steps=2)
     parameters = job.optimizer.parameters
-    assert [part.shape for part in parameters] == [moment.shape for moment in job.optimizer.moments1]
+    assert {part.name for _, part in states_of(job.optimizer)} == {part.name for part in parameters}
     sizes = [part.layout.mesh.axis_size(*sum(part.layout.dims, ())) for part in parameters]
     assert max(sizes) == shards * shape[3], sizes
     return job
@@ -40,8 +41,8 @@ def case_levels_equal_one_rank():
 
 @on_ranks(4)
 def case_compiled_levels_equal_one_rank():
-    """Graph mode: at level 3 every layer is a graph of its own; level 2 is compiled in pipelines, below."""
-    compare(3, 4, "context.mode=0")
+    """Graph mode, Muon: at level 3 every layer is a graph of its own; level 2 is compiled in pipelines, below."""
+    compare(3, 4, "context.mode=0", alike=("optimizer={type: Muon}",))
 
 
 @on_ranks(4)
@@ -59,8 +60,8 @@ def case_groups_that_shard_equal_one_rank():
 
 @on_ranks(4)
 def case_pipelined_levels_equal_one_rank():
-    """Every stage is sharded over its data-parallel ranks; several runs a step, tied embeddings; compiled."""
-    two = *DEEP, "model.num_hidden_layers=2"
+    """Every stage is sharded over its data-parallel ranks; several runs a step, tied embeddings; compiled; LARS."""
+    two = *DEEP, "model.num_hidden_layers=2", "optimizer={type: LARS, trust: 0.1}"
     compare(2, 2, *pipeline("zb_h1"), "context.mode=0", shape=PP_AND_DP, alike=two)
 
 

@@ -12,8 +12,9 @@ from truth import once
 from mindformers_core.communication import world
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.models import LlamaConfig, LlamaForCausalLM
-from mindformers_core.optimizers.adamw import AdamW
-from mindformers_core.recipe.sections import Optimizer, Parallelism
+from mindformers_core.optimizers.grouped import GroupedOptimizer
+from mindformers_core.optimizers.settings import AdamWSettings
+from mindformers_core.recipe.sections import Parallelism
 from mindformers_core.sharding.sharded_cells import tree_of
 from mindformers_core.tensor_parallel import shard
 from mindformers_core.tensor_parallel.clipping import ClipByGlobalNorm
@@ -53,7 +54,7 @@ def batches(steps):
 
 def adamw(parameters):
     """A function of the number of a step, from 1, and its gradients; updates the parameters."""
-    optimizer = AdamW(parameters, Optimizer(eps=1e-6, weight_decay=0.1))
+    optimizer = GroupedOptimizer(parameters, AdamWSettings(eps=1e-6, weight_decay=0.1))
     return lambda step, gradients: optimizer(gradients, *optimizer.scalars(step, 1e-3))
 
 

@@ -1,0 +1,59 @@
+"""A step of the tiny recipe, and what Python does in it besides its passes, the norm and the update.
+
+`loop` is all that `Trainer.steps()` does around the function of a step: it reads the batch, computes the rate, makes
+and records the row. `program` is what a forward pass does before it runs: the key of the call, and whether what the
+program depends on in Python is as it was. The sum, with `program` once a micro-step, has a limit.
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+
+import mindspore as ms
+import numpy as np
+from harness import Variant, run_benchmark, verdict
+
+from mindformers_core import Trainer
+from mindformers_core.sharding.sharded_cells import tree_of
+
+CONFIG = str(Path(__file__).resolve().parent.parent / "configs" / "llama_tiny_cpu_1p.yaml")
+OPTIONS = "training.steps=100000", "monitor.plot=false", "context.check_replicas=0", "monitor.log_interval=1000000"
+LIMIT = 1.0  # ms
+CALLS = 50
+
+
+def trainer_of():
+    """A trainer of the recipe, and the generator of its steps."""
+    trainer = Trainer(CONFIG, *OPTIONS, f"training.output_dir={tempfile.mkdtemp()}")
+    return trainer, trainer.steps()
+
+
+def make_variants():
+    """The variants; the losses of the first steps are checked to fall."""
+    (trainer, steps), (around, empty) = trainer_of(), trainer_of()
+    losses = [next(steps)["loss"] for _ in range(8)]
+    assert losses[-1] < losses[0], losses
+    done = ms.Tensor(1.0), 1.0, None
+    around.run_step = lambda *_: done
+    tree = tree_of(trainer.cells[0])
+    inputs = (ms.Tensor(np.zeros((trainer.plan.rows, 128), np.int32)),) * 2
+    assert tree.known_program("", inputs, {}) is not None
+
+    def calls(function):
+        return lambda: [function() for _ in range(CALLS)]
+
+    return [
+        Variant("step", "step", lambda: next(steps)),
+        Variant("loop", "step", calls(lambda: next(empty)), calls=CALLS),
+        Variant("program", "step", calls(lambda: tree.known_program("", inputs, {})), calls=CALLS),
+    ]
+
+
+def remarks(results):
+    """The sum, of a step of two micro-batches."""
+    total = 1e3 * (results["loop"].median + 2 * results["program"].median)
+    return [f"- outside of the passes: {total:.3f} ms; {verdict(total, LIMIT)}"], total <= LIMIT
+
+
+if __name__ == "__main__":
+    sys.exit(run_benchmark(__file__, 1, make_variants, f"{Path(CONFIG).name}, PyNative", remarks))

@@ -1,0 +1,120 @@
+"""The optimizer of settings: one for each group of parameters with a rate and a decay of their own."""
+
+from dataclasses import fields
+
+import mindspore as ms
+from mindspore import nn, ops
+from mindspore.experimental import optim
+
+from mindformers_core.lazy_exports import import_object
+from mindformers_core.optimizers.settings import DecaySettings
+from mindformers_core.scopes import errors_at
+
+_COMMON = {entry.name for entry in fields(DecaySettings)}
+
+
+class GroupedOptimizer(nn.Cell):
+    """Updates `parameters` by the optimizer that `settings` name, as they say of each: an `Optimizer` of `components`.
+
+    Groups are those of one rate and one decay; an optimizer is made for each. An optimizer of MindSpore's is one for
+    all, with groups of its own.
+
+    Args:
+        parameters: the trainable parameters of this rank.
+        settings: an `OptimizerSettings`, as `AdamWSettings`, or a recipe's section `optimizer`.
+
+    Attributes:
+        parameters, settings: as given.
+        placed: of each parameter the `Placed`, in the same order.
+        members: the optimizers.
+        scalar_names: of what `scalars` returns, alike on ranks with other parameters.
+
+    Raises:
+        TypeError, ValueError: a class that isn't as `components.Optimizer` says, or refuses its settings.
+    """
+
+    def __init__(self, parameters, settings):
+        super().__init__(auto_prefix=False)  # parameters and states keep their names
+        self.parameters, self.settings = ms.ParameterTuple(parameters), settings
+        self.placed = [settings.placed(p.name, len(getattr(p, "global_shape", p.shape))) for p in parameters]
+        kind = import_object(getattr(settings, "component", settings.type), "optimizer.type")
+        with errors_at(f"optimizer.type: {settings.type}: "):
+            members, places, groups = self._made(kind) if parameters else ([], [], [])
+        self.rates = [rate for rate, _ in groups]
+        self.members, self.places = nn.CellList(members, auto_prefix=False), tuple(places)
+        counts = [len(_scalars(member, 1, 0.0)) for member in members]
+        self.ends = tuple((sum(counts[:index]), sum(counts[: index + 1])) for index in range(len(counts)))
+        self.scalar_names = [name for group, count in zip(groups, counts) for name in _names(*group, count)]
+
+    def _made(self, kind):
+        """The optimizers, the places of their parameters, and their factors of the rate and decays."""
+        _check_kind(kind)
+        own = {entry.name for entry in fields(self.settings)} - _COMMON
+        keywords, groups = {name: getattr(self.settings, name) for name in own}, {}
+        for place, placed in enumerate(self.placed):
+            groups.setdefault((placed.rate, placed.decay), []).append(place)
+        if issubclass(kind, nn.Optimizer):
+            member = RatedOptimizer(kind, self.parameters, groups, keywords)
+            return [member], [tuple(range(len(self.parameters)))], [(1.0, 0.0)]
+        members = []
+        for (_, decay), places in groups.items():
+            decays = {"weight_decay": decay} if hasattr(self.settings, "weight_decay") else {}
+            members.append(kind([self.parameters[place] for place in places], **keywords, **decays))
+        return members, [*map(tuple, groups.values())], [*groups]
+
+    def construct(self, gradients, *scalars):
+        """One step; `scalars` as of the method."""
+        for index, member in enumerate(self.members):
+            own = ()
+            for place in self.places[index]:
+                own = own + (gradients[place],)
+            begin, end = self.ends[index]
+            member(own, *scalars[begin:end])
+
+    def scalars(self, step, learning_rate):
+        """The scalars of all members for the step of this number, from 1 on: a tuple of tensors."""
+        pairs = zip(self.members, self.rates)
+        return tuple(each for member, rate in pairs for each in _scalars(member, step, rate * learning_rate))
+
+
+def _scalars(member, step, learning_rate):
+    if hasattr(member, "scalars"):
+        return tuple(member.scalars(step, learning_rate))
+    return (ms.Tensor(learning_rate, ms.float32),)
+
+
+def _names(rate, decay, count):
+    first = "rate" if rate == 1.0 else f"rate x {rate:g}"
+    return [first, *(f"scalar {place} at decay {decay:g}, {first}" for place in range(1, count))][:count]
+
+
+def _check_kind(kind):
+    if not isinstance(kind, type) or not issubclass(kind, nn.Cell):
+        raise TypeError(f"{kind!r} is no class of Cells: its Parameters are the state, and construct is the step")
+    if issubclass(kind, optim.Optimizer):
+        raise TypeError("optimizers of mindspore.experimental keep their rates on the host: name one of mindspore.nn")
+
+
+class RatedOptimizer(nn.Cell):
+    """A `mindspore.nn.Optimizer` whose learning rate is given at every step.
+
+    Args:
+        kind: its class.
+        parameters: in the order of the gradients.
+        groups: (factor of the rate, decay) -> places of parameters.
+        keywords: of the class.
+    """
+
+    def __init__(self, kind, parameters, groups, keywords):
+        super().__init__(auto_prefix=False)
+        given = [
+            {"params": [parameters[place] for place in places], "weight_decay": decay, "lr": 1.0}
+            for (_, decay), places in groups.items()
+        ]
+        self.optimizer = kind([*given, {"order_params": list(parameters)}], learning_rate=1.0, **keywords)
+        self.factors = tuple((places[0], rate) for (rate, _), places in groups.items())  # a group has one Parameter
+
+    def construct(self, gradients, rate):
+        for place, factor in self.factors:
+            ops.assign(self.optimizer.learning_rate[place], rate * factor)
+        self.optimizer(gradients)
