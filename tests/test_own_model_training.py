@@ -25,6 +25,7 @@ from mindformers_core.communication.world import process_state
 from mindformers_core.data.datasets import open_dataset
 from mindformers_core.explaining.pictures import BLUE, YELLOW
 from mindformers_core.files import lock_folder
+from mindformers_core.hints import columns
 from mindformers_core.layout import layout
 from mindformers_core.models import LayerRange, ModelSpec
 from mindformers_core.operators import tensor_meta
