@@ -156,3 +156,40 @@ def test_an_evaluation_changes_nothing():
     expected = one_card(OWN, *OWN_SIZES, *parallel())
     for one, other in zip(expected[::2], found[::2], strict=True):
         assert one["eval_loss"] == pytest.approx(other["eval_loss"], 1e-6)
+
+
+def test_the_moving_average_of_weights(tmp_path):
+    """By its formula; begun on one mesh, resumed on another one, evaluated, and loaded as weights, as of one card."""
+    ms.runtime.launch_blocking()
+    given = [*SIZES, "training.average_decay=0.5", f"training.output_dir={tmp_path}", "training.steps=9"]
+    given.append("lr_scheduler.warmup_steps=0")
+
+    def averages(steps, *overrides):
+        recipe = load_recipe(LLAMA, [*given, *overrides])
+
+        def work(rank):
+            job = Trainer(recipe, mesh=recipe_mesh(recipe), dataset=HELD)
+            expected = [each.asnumpy().copy() for each in job.optimizer.average.averages]
+            for _ in range(steps):
+                job.train_step()
+                pairs = zip(expected, job.optimizer.parameters, strict=True)
+                expected = [0.5 * (average + weight.asnumpy()) for average, weight in pairs]
+            with job.optimizer.average.in_place():
+                found = job.evaluate(HELD)["eval_loss"]
+            for average, one in zip(job.optimizer.average.averages, expected, strict=True):
+                np.testing.assert_allclose(average.asnumpy(), one, 1e-6, 1e-8)
+            job.save()
+            return found, job.evaluate(HELD)["eval_loss"]
+
+        with custom_gradients():
+            found, *others = SimulatedRanks(recipe_mesh(recipe).size).run(work)
+        assert all(other == found for other in others)
+        return found
+
+    one = averages(3, *parallel(), f"training.output_dir={tmp_path / 'one'}")
+    assert one[0] > one[1] * 1.0001
+    averages(2, *parallel(dp=2, zero_level=3, zero_threshold_kb=0))
+    resumed = averages(1, *parallel(pp=2), "training.resume=auto")
+    np.testing.assert_allclose(resumed, one, 1e-6)
+    resumed = averages(0, *parallel(tp=2), f"checkpoint.load_path={tmp_path}", "checkpoint.load_average=true")
+    np.testing.assert_allclose(resumed, [one[0]] * 2, 1e-6)

@@ -27,6 +27,7 @@ class GroupedOptimizer(nn.Cell):
         parameters, settings: as given.
         placed: of each parameter the `Placed`, in the same order.
         members: the optimizers.
+        average: the `AveragedWeights` of the parameters, which is called after a step; or None.
 
     Raises:
         TypeError, ValueError: a class that isn't as `components.Optimizer` says, or refuses its settings.
@@ -34,7 +35,7 @@ class GroupedOptimizer(nn.Cell):
 
     def __init__(self, parameters, settings):
         super().__init__(auto_prefix=False)  # parameters and states keep their names
-        self.parameters, self.settings = ms.ParameterTuple(parameters), settings
+        self.parameters, self.settings, self.average = ms.ParameterTuple(parameters), settings, None
         self.placed = [settings.placed(p.name, len(getattr(p, "global_shape", p.shape))) for p in parameters]
         kind = import_object(getattr(settings, "component", settings.type), "optimizer.type")
         with errors_at(f"optimizer.type: {settings.type}: "):

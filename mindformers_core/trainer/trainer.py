@@ -99,6 +99,8 @@ class Trainer:
         self._has_folder = False
         if checkpoint is not None:
             resume(self, checkpoint)
+        if self.optimizer.average and self.step == 0:
+            self.optimizer.average.begin()
         if recipe.monitor.perturb:
             perturb(self.optimizer.parameters, recipe.monitor.perturb, self.rank)
 
@@ -147,6 +149,10 @@ class Trainer:
                             save_job(self)
                         if self._evaluator and (at_end or self.step % self.recipe.evaluation.interval == 0):
                             row.update(self._evaluator.run())
+                            if self.optimizer.average:
+                                with self.optimizer.average.in_place():
+                                    found = self._evaluator.run()
+                                row.update({f"average_{name}": value for name, value in found.items()})
                         yield row
                     finally:
                         recorder.add(row, is_due or at_end)
