@@ -12,7 +12,6 @@ import mindspore as ms
 from page_blocks import filled
 
 from mindformers_core.communication import init_distributed, shutdown, world
-from mindformers_core.data.datasets import open_dataset
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.models import LlamaForCausalLM
 from mindformers_core.recipe.loader import load_recipe
@@ -73,8 +72,7 @@ def measured_table():
             overrides = [f"parallelism.zero_level={number}", f"training.output_dir={folder}", *TINY]
             recipe = load_recipe(str(CONFIGS / "llama_tiny_zero.yaml"), overrides)
         mesh = init_device_mesh(mesh_shape(recipe, world().size), MESH_AXES)
-        dataset = open_dataset(recipe.train_dataset, recipe.model.vocab_size, recipe.training.seed)
-        job = Trainer(recipe, mesh=mesh, dataset=dataset)
+        job = Trainer(recipe, mesh=mesh)
         job.train_step()
         report = memory_report(job.cells[0], job.optimizer)
         for place, (moment, title) in enumerate((("pass", "forward, backward"), ("update", "update"))):

@@ -11,7 +11,7 @@ from support.launch import ROOT
 
 from mindformers_core import explain
 from mindformers_core.communication import shutdown
-from mindformers_core.data.datasets import open_dataset
+from mindformers_core.data.datasets import dataset_of
 from mindformers_core.recipe.loader import load_recipe
 from mindformers_core.recipe.sections import batch_plan, mesh_shape
 from mindformers_core.sharding.plan_passes import PASSES
@@ -109,5 +109,5 @@ def test_the_readmes_tokens_are_what_the_large_recipes_read(tmp_path, monkeypatc
     exec(snippet, {})
     for name in ("llama3_8b", "llama3_70b"):
         recipe = load_recipe(str(ROOT / "configs" / f"{name}.yaml"))
-        tokens = open_dataset(recipe.train_dataset, recipe.model.vocab_size, seed=0).tokens
+        tokens = dataset_of(recipe).sources[0].source.ids
         assert bytes(tokens[:9].astype("uint8")) == b"parallel "

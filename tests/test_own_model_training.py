@@ -230,9 +230,9 @@ def test_what_may_differ_where_a_checkpoint_is_loaded(recipe, tmp_path, capfd):
     for key, error in (
         (
             "train_dataset.seed=3",
-            r"train_dataset.seed: 3, but the run of .*/step_2 has 1, and its data and draws go on",
+            r"train_dataset: .*/step_2: the data aren't those of the run that goes on: seed is 3, was 1: take",
         ),
-        ("training.seed=3", r"training.seed: 3, but the run of .*/step_2 has 1, and its data and draws go on: take th"),
+        ("training.seed=3", r"training.seed: 3, but the run of .*/step_2 has 1, and its draws go on: take th"),
         ("model.num_hidden_layers=3", r".*has no model tensor 'blocks.2.weight' .*model.num_hidden_layers 3, not 2"),
     ):
         assert main([*command, key]) == 2
@@ -325,5 +325,5 @@ def test_no_place_for_the_bytes_of_texts(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     for folder in (f"{tmp_path}/file/cache", "~nobody_here/cache"):
         section = TrainDataset(data_path=(__file__,), cache_dir=folder)
-        with pytest.raises(OSError, match=f"^train_dataset.cache_dir: {folder} can't get the text's bytes: "):
-            open_dataset(section, 256, 1)
+        with pytest.raises(OSError, match=f"^train_dataset.data_path: .*_dir {folder} can't get the tokens: "):
+            open_dataset(section, SimpleNamespace(vocab_size=256), 1)

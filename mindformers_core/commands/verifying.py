@@ -61,7 +61,7 @@ def verify_recipe(recipe, full=False):
     parameters = {path: parameter.asnumpy() for path, parameter in net.parameters_and_names()}
 
     first = next(graph for (stage, _), (graph, _) in plans.items() if stage == 0)
-    names = recipe.spec.inputs or list(first.arguments)
+    names = (recipe.spec.inputs or list(first.arguments))[: len(inputs)]
     whole = local_batch(plan, [Layout.on(mesh, ((),) * array.ndim) for array in inputs], 0, ignored_rows(recipe), data)
     passes = _passes(whole, plan, 1 if is_sum else 1 / plan.micro_batches, names)
     subject = SimpleNamespace(

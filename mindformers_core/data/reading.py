@@ -15,12 +15,13 @@ from mindformers_core.sharding.sharded_cells import tree_of
 
 def sample_arrays(recipe):
     """The whole arrays of one sample, each (1, …): a tuple of `TensorMeta`s."""
-    if recipe.train_dataset.factory:
+    if recipe.train_dataset.factory or any(source.factory for source in recipe.train_dataset.sources):
         arrays = dataset_of(recipe).batch(0, 1)
         found = tuple(tensor_meta(array.shape, str(array.dtype)) for array in arrays)
     else:
-        found = (tensor_meta((1, recipe.train_dataset.seq_length), "int32"),) * 2
-    if recipe.parallelism.pipeline_parallel > 1 and len(found) != len(recipe.spec.inputs):
+        count = 3 if recipe.train_dataset.packing == "documents" else 2  # see `Sequences`
+        found = (tensor_meta((1, recipe.train_dataset.seq_length), "int32"),) * count
+    if recipe.spec.inputs and len(found) > len(recipe.spec.inputs):
         raise ValueError(
             f"model.name: the ModelSpec of {recipe.model_name} has the inputs {', '.join(recipe.spec.inputs)}, but the "
             f"dataset gives {len(found)} arrays: name them all"
@@ -49,9 +50,8 @@ def micro_batch(recipe, net, stage=0):
 
 def _name(recipe, net, place):
     """The name of the argument of a stage that takes the input number `place`."""
-    arguments = tree_of(net).boundaries[""].arguments
-    is_named = place > 0 and recipe.parallelism.pipeline_parallel > 1
-    return recipe.spec.inputs[place] if is_named else arguments[min(place, len(arguments) - 1)]
+    arguments, names = tree_of(net).boundaries[""].arguments, recipe.spec.inputs
+    return names[place] if place and names else arguments[min(place, len(arguments) - 1)]
 
 
 def batch_reader(recipe, plan, cells, rank):
@@ -107,17 +107,17 @@ def local_batch(plan, layouts, rank, ignored, dataset, consumed=0):
         real = samples[first:end]
         read = real or range(plan.samples - 1, plan.samples)
         arrays = dataset.batch(consumed + read.start, len(read))
-        rows = [np.take(array, range(end - first), 0, mode="clip") for array in arrays]
-        for place, value in ignored.items():
-            rows[place][len(real) :] = value
-        shapes = [(plan.rows, *array.shape[1:]) for array in rows]
-        slices = batch_slices(layouts, shapes, rank)
-        found.append([_part(array, first, *runs) for array, runs in zip(rows, slices, strict=True)])
+        if len(real) < end - first:
+            arrays = [np.take(array, range(end - first), 0, mode="clip") for array in arrays]
+            for place, value in ignored.items():
+                arrays[place][len(real) :] = value
+        slices = batch_slices(layouts, [(plan.rows, *array.shape[1:]) for array in arrays], rank)
+        found.append([_part(array, first, *runs) for array, runs in zip(arrays, slices, strict=True)])
     arrays = map(np.concatenate, zip(*found))
     return [array.reshape(plan.runs, -1, *array.shape[1:]) for array in arrays]
 
 
 def _part(rows, first, own, *others):
     """The part of an array by the slices of its dims, of which those of dim 0 count from row `first` on."""
-    moved = [slice(run.start - first, run.stop - first) for run in own]
-    return rows[open_mesh((moved, *others))]
+    runs = [slice(run.start - first, run.stop - first) for run in own], *others
+    return rows[open_mesh(runs) if any(each[1:] for each in runs) else tuple(each[0] for each in runs)]

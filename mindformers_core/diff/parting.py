@@ -6,7 +6,7 @@ import numpy as np
 
 from mindformers_core.diff.digests import distance, norm_of
 from mindformers_core.diff.runs import Copy
-from mindformers_core.diff.tolerance import tolerance_of_growth, tolerance_of_noise
+from mindformers_core.diff.tolerance import tolerance_of_growth, tolerances_of_noise
 from mindformers_core.hints import first_of
 
 
@@ -112,13 +112,14 @@ def _compare(parting, alike, noise):
     common = {key for key in held[0] & held[1] if key[1] is None or key[2] in alike}
     parting.only = {label: [key for key in found if key not in common] for label, found in step.items()}
     before, parting.last = parting.last, {}
+    tolerances = noise and tolerances_of_noise(common, parting.facts, noise)
     for key in step["A"]:
         if key not in common:
             continue
         if noise is None:
             tolerance = tolerance_of_growth(key, parting.facts, step["A"], parting.last, before)
         else:
-            tolerance = tolerance_of_noise(key, parting.facts, noise)
+            tolerance = tolerances[key]
         parting.last[key] = _compared(key, {label: found[key] for label, found in step.items()}, tolerance)
     parting.agree += sum(not each.differs for each in parting.last.values())
 

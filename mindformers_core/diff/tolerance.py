@@ -37,13 +37,17 @@ def inputs_of(key, facts, known):
     return [each for each in dict.fromkeys(found) if each in known]
 
 
-def tolerance_of_noise(key, facts, noise):
-    """The tolerance from a step of a run, and that of the same run perturbed, relative to the norm."""
-    found = max(EPS.get(facts[key[2]]["dtype"], 0.0), _EXACT)
-    if all(step.get(key) for step in noise):
-        one, other = (step[key][0].values for step in noise)
-        found = max(found, distance(one, other) / max(norm_of(one), 1e-300))
-    return FACTOR * found
+def tolerances_of_noise(keys, facts, noise):
+    """The tolerances of tensors from a step of a run and the same of that run perturbed, relative to norms: a dict."""
+    found = {}
+    for key in keys:
+        found[key] = max(EPS.get(facts[key[2]]["dtype"], 0.0), _EXACT)
+        if all(step.get(key) for step in noise):
+            one, other = (step[key][0].values for step in noise)
+            found[key] = max(found[key], distance(one, other) / max(norm_of(one), 1e-300))
+    # AdamW's first steps change an element whose gradient is about 0 by the rate or less: in few parameters
+    of_parameters = max((each for key, each in found.items() if key[0] == "parameter"), default=0.0)
+    return {key: FACTOR * (of_parameters if key[0] == "parameter" else each) for key, each in found.items()}
 
 
 def tolerance_of_growth(key, facts, step, seen, before):

@@ -126,6 +126,19 @@ def causal_mask(length):
     return ops.mul(ops.cast(ops.greater(key, ops.expand_dims(key, -1)), ms.float32), _LOWEST)
 
 
+def document_mask(places):
+    """Float32 tensor (batch, 1, length, length) to add to scores: a query sees its document up to itself.
+
+    Args:
+        places: int32 (batch, length): of every token its position in its document, whose tokens follow each other.
+    """
+    key = positions(places.shape[1])
+    query = ops.expand_dims(key, -1)
+    first = ops.sub(query, ops.expand_dims(places, -1))
+    hidden = ops.logical_or(ops.greater(key, query), ops.less(key, first))
+    return ops.mul(ops.cast(ops.expand_dims(hidden, 1), ms.float32), _LOWEST)
+
+
 def slot_mask(slots, starts, cache_length):
     """Float32 tensor (batch, 1, length, cache_length) to add to scores with the keys of a cache.
 

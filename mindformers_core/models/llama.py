@@ -5,7 +5,7 @@ from mindspore import nn, ops
 from mindspore.common.initializer import Normal
 
 from mindformers_core.layout import layout
-from mindformers_core.models.attention import KeyValueCache, LlamaAttention, causal_mask, slot_mask
+from mindformers_core.models.attention import KeyValueCache, LlamaAttention, causal_mask, document_mask, slot_mask
 from mindformers_core.models.rotary import rotary_tables
 from mindformers_core.models.spec import LayerRange, LayerSpec
 from mindformers_core.tensor_parallel.layers import (
@@ -109,13 +109,16 @@ class LlamaModel(nn.Cell):
         layer_config = self.config.get_config_for_layer(global_layer_number)
         return layer_spec.module(layer_config, global_layer_number, **layer_spec.submodules)
 
-    def construct(self, input_ids, slots=None, starts=None):
+    def construct(self, input_ids, positions=None, slots=None, starts=None):
         hidden_states = input_ids
         if self.is_first and self.embed_tokens is not None:
             hidden_states = self.embed_tokens(input_ids)
         length = input_ids.shape[1] if slots is None else self.cache_length
         cosines, sines = rotary_tables(length, self.config.head_dim, self.config.rope_theta)
-        if slots is None:
+        if positions is not None:
+            cosines, sines = ops.gather(cosines, positions, 0), ops.gather(sines, positions, 0)
+            context = cosines, sines, document_mask(positions)
+        elif slots is None:
             context = cosines, sines, causal_mask(length)
         else:
             places = ops.relu(ops.sub(slots, ops.expand_dims(starts, -1)))  # those of padding don't matter
@@ -130,8 +133,9 @@ class LlamaForCausalLM(nn.Cell):
     """The decoder with its output layer: ids (batch, length) → float logits (batch, length, vocab_size), or the loss.
 
     With shifted `labels` (batch, length) the output is the mean cross-entropy, a float32 scalar, over the labels other
-    than -100; or its sum, and their number (int32). In a pipeline only the last stage has an output layer; the others
-    return hidden states (batch, length, hidden_size), which replace ids as the input of the next stage.
+    than -100; or its sum, and their number (int32). Packed documents have `positions` (batch, length), int32, of each
+    token in its own, which attention doesn't look beyond. In a pipeline only the last stage has an output layer; the
+    others return hidden states (batch, length, hidden_size), which replace ids as the input of the next stage.
 
     After `add_caches` the model generates: a call also takes the slots of its positions (length,), the same for all
     rows, and of every row its first slot that isn't padding, `starts` (batch,); logits are those of the last position,
@@ -174,13 +178,13 @@ class LlamaForCausalLM(nn.Cell):
         sequence_axis = "tp" if getattr(config, "sequence_parallel", False) else None
         hidden = hidden_layout(config) if axes is None else layout(axes, sequence_axis, None)
         is_first = self.model.is_first and self.model.embed_tokens is not None
-        inputs = {"input_ids": batch if is_first else hidden, "labels": batch}
+        inputs = {"input_ids": batch if is_first else hidden, "labels": batch, "positions": batch}
         if self.model.cache_length:
             inputs |= {"slots": layout(None), "starts": batch}
         return inputs, hidden if self.model.norm is None else None, None
 
-    def construct(self, input_ids, labels=None, slots=None, starts=None):
-        hidden_states = self.model(input_ids) if slots is None else self.model(input_ids, slots, starts)
+    def construct(self, input_ids, labels=None, positions=None, slots=None, starts=None):
+        hidden_states = self.model(input_ids, positions, slots, starts)
         if slots is not None and self.model.norm is not None:
             hidden_states = hidden_states[:, -1:]
         if self.lm_head is not None:

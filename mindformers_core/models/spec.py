@@ -72,8 +72,9 @@ class ModelSpec:
         loss: `"sum"`: the model returns the sum of its labels' losses and the number of labels that count, so that each
             weighs alike in a step, wherever it lies. `"mean"` (default): it returns a mean, alone or first, and every
             micro-batch weighs alike: right where all samples do.
-        inputs: names of the arguments of `construct`, in the order of the arrays of the dataset. Only pipelines and
-            `ignored` need them: the first array is passed from stage to stage, the others to each stage by name.
+        inputs: names of the arguments of `construct`, in the order of the arrays of the dataset, of which there may be
+            fewer. Only pipelines and `ignored` need them: the first array is passed from stage to stage, the others to
+            each stage by name.
         boundary: `boundary(config, batch, length)` is the `TensorMeta` of the whole tensor that a stage sends to the
             next, for `batch` samples of `length` positions. Pipelines need it: `cell(config, layers=LayerRange)` builds
             a stage, and the config has `num_hidden_layers`. None: the model can't be a pipeline.
@@ -139,7 +140,7 @@ MODELS = MappingProxyType(
             LlamaConfig,
             loss="sum",
             ignored={"labels": -100},
-            inputs=("input_ids", "labels"),
+            inputs=("input_ids", "labels", "positions"),
             boundary=lambda config, batch, length: tensor_meta((batch, length, config.hidden_size), config.dtype),
             tied=lambda config: ("model.embed_tokens.weight",) if config.tie_word_embeddings else (),
             divided=_llama_divided,

@@ -27,6 +27,7 @@ class GroupedOptimizer(nn.Cell):
         parameters, settings: as given.
         placed: of each parameter the `Placed`, in the same order.
         members: the optimizers.
+        scalar_names: of what `scalars` returns, alike on ranks with other parameters.
         average: the `AveragedWeights` of the parameters, which is called after a step; or None.
 
     Raises:
@@ -39,13 +40,15 @@ class GroupedOptimizer(nn.Cell):
         self.placed = [settings.placed(p.name, len(getattr(p, "global_shape", p.shape))) for p in parameters]
         kind = import_object(getattr(settings, "component", settings.type), "optimizer.type")
         with errors_at(f"optimizer.type: {settings.type}: "):
-            members, places, self.rates = self._made(kind) if parameters else ([], [], [])
+            members, places, groups = self._made(kind) if parameters else ([], [], [])
+        self.rates = [rate for rate, _ in groups]
         self.members, self.places = nn.CellList(members, auto_prefix=False), tuple(places)
         counts = [len(_scalars(member, 1, 0.0)) for member in members]
         self.ends = tuple((sum(counts[:index]), sum(counts[: index + 1])) for index in range(len(counts)))
+        self.scalar_names = [name for group, count in zip(groups, counts) for name in _names(*group, count)]
 
     def _made(self, kind):
-        """The optimizers, the places of their parameters, and the factors of their rates."""
+        """The optimizers, the places of their parameters, and their factors of the rate and decays."""
         _check_kind(kind)
         own = {entry.name for entry in fields(self.settings)} - _COMMON
         keywords, groups = {name: getattr(self.settings, name) for name in own}, {}
@@ -53,12 +56,12 @@ class GroupedOptimizer(nn.Cell):
             groups.setdefault((placed.rate, placed.decay), []).append(place)
         if issubclass(kind, nn.Optimizer):
             member = RatedOptimizer(kind, self.parameters, groups, keywords)
-            return [member], [tuple(range(len(self.parameters)))], [1.0]
+            return [member], [tuple(range(len(self.parameters)))], [(1.0, 0.0)]
         members = []
         for (_, decay), places in groups.items():
             decays = {"weight_decay": decay} if hasattr(self.settings, "weight_decay") else {}
             members.append(kind([self.parameters[place] for place in places], **keywords, **decays))
-        return members, [*map(tuple, groups.values())], [rate for rate, _ in groups]
+        return members, [*map(tuple, groups.values())], [*groups]
 
     def construct(self, gradients, *scalars):
         """One step; `scalars` as of the method."""
@@ -79,6 +82,11 @@ def _scalars(member, step, learning_rate):
     if hasattr(member, "scalars"):
         return tuple(member.scalars(step, learning_rate))
     return (ms.Tensor(learning_rate, ms.float32),)
+
+
+def _names(rate, decay, count):
+    first = "rate" if rate == 1.0 else f"rate x {rate:g}"
+    return [first, *(f"scalar {place} at decay {decay:g}, {first}" for place in range(1, count))][:count]
 
 
 def _check_kind(kind):

@@ -80,16 +80,25 @@ def _check_data(recipe):
         raise ValueError(
             f"train_dataset.seq_length: {dataset.seq_length} is more than model.max_position_embeddings {longest}"
         )
+    given = [key for key in ("data_path", "sources", "factory") if getattr(dataset, key)]
+    if len(given) > 1:
+        raise ValueError(f"train_dataset.{given[1]}: train_dataset.{given[0]} is given, too: give one of them")
     if recipe.spec.inputs:
         dataset_layouts(dataset, recipe.spec.inputs)
     if dataset.factory:
         return
+    if dataset.packing == "documents" and "positions" not in recipe.spec.inputs[2:3]:
+        raise ValueError(
+            f"train_dataset.packing: documents needs a model that takes positions, but the ModelSpec of "
+            f"{recipe.model_name} has the inputs {', '.join(recipe.spec.inputs) or '-'}: docs/data.md"
+        )
     if vocab_size is None:
         raise ValueError(
             "train_dataset.factory: missing: a model without vocab_size doesn't take tokens; name the function that "
             "opens its dataset, as my_package.data:open_images"
         )
-    if not any(path.endswith(".npy") for path in dataset.data_path) and vocab_size < 256:
+    paths = [path for source in (dataset, *dataset.sources) for path in source.data_path]
+    if not paths and not dataset.sources and vocab_size < 256:
         raise ValueError(f"model.vocab_size: {vocab_size} is too small for bytes of text: at least 256")
 
 

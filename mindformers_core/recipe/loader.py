@@ -96,7 +96,10 @@ def evaluated(recipe):
             "evaluation.dataset: missing: training data would be evaluated: give the keys of train_dataset that "
             "differ, as {data_path: [held_out.txt]}"
         )
-    keys = _plain(recipe.train_dataset) | recipe.evaluation.dataset
+    kept, origins = _plain(recipe.train_dataset), {"data_path", "sources", "factory"}
+    if origins & recipe.evaluation.dataset.keys():
+        kept = {key: value for key, value in kept.items() if key not in origins}
+    keys = kept | recipe.evaluation.dataset
     section = _convert(keys, type(recipe.train_dataset), "evaluation.dataset")
     return dataclasses.replace(recipe, train_dataset=section)
 

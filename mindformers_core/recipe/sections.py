@@ -71,15 +71,28 @@ class Parallelism:
 
 
 @dataclass(frozen=True)
-class TrainDataset:
-    """Text, read as bytes, or token ids in a `.npy` file; or a user's dataset."""
+class Source:
+    """One source of a mixture: files, or a user's object; docs/data.md."""
 
-    data_path: tuple[str, ...] = ()  # files, or folders with text; default: the sources of Python's standard library
+    data_path: tuple[str, ...] = ()  # as train_dataset.data_path
+    factory: str = ""  # package.module:function that opens a user's object with len() and an index
+    weight: int = bounded(1, 1, 100_000)  # of so many samples of all weights together
+
+
+@dataclass(frozen=True)
+class TrainDataset:
+    """Text, token ids, rows with either; or a user's dataset; docs/data.md."""
+
+    data_path: tuple[str, ...] = ()  # token ids, rows, or text; default: the sources of Python's standard library
+    sources: tuple[Source, ...] = ()  # several, mixed by their weights, in the place of data_path
+    tokenizer: str = ""  # folder with a Hugging Face tokenizer, for text and conversations; default: bytes
+    packing: Literal["none", "documents"] = "none"  # documents: whole ones in a sequence, each for itself
+    on_change: Literal["end", "go_on"] = "end"  # where a resumed run has other data
     seq_length: int = bounded(1024, 1, 2**24)
-    max_bytes: int = bounded(16_000_000, 1, 2**50)  # further text is ignored
-    seed: int | None = bounded(None, 0, 2**32 - 1)  # of the order of sequences; default: training.seed
-    cache_dir: str = "~/.cache/mindformers_core"  # folder for the concatenated bytes of text files
-    factory: str = ""  # package.module:function that opens a user's dataset, see docs/models.md
+    max_bytes: int = bounded(16_000_000, 1, 2**50)  # further bytes of text are ignored
+    seed: int | None = bounded(None, 0, 2**32 - 1)  # of the order of samples; default: training.seed
+    cache_dir: str = "~/.cache/mindformers_core"  # folder for the tokens of text and rows
+    factory: str = ""  # package.module:function that opens a user's dataset, see docs/data.md
     options: dict = field(default_factory=dict, hash=False)  # further settings for that function
     # what a rank reads of a batch: full_batch: all, data_parallel: rows by dp, or a list with a layout for each array,
     # as [[dp, null, tp], [dp]]; default: what the model's shard() declares

@@ -19,7 +19,7 @@ from mindformers_core.optimizers.average import PREFIX
 from mindformers_core.recipe.loader import recipe_to_dict
 from mindformers_core.scopes import errors_at
 
-_LENGTH, _FOLDER = "train_dataset.seq_length", "training.output_dir"
+_FOLDER = "training.output_dir"
 
 
 def going_on(recipe):
@@ -83,17 +83,14 @@ def resume(job, checkpoint):
     recipe, checkpointer, job.loaded_config = job.recipe, job.checkpointer, checkpoint.config
     state = None if recipe.checkpoint.no_load_optim else checkpointer.state_of(checkpoint)
     if state:
-        saved, seed = state["recipe"]["train_dataset"], state["seed"]
-        for key, own, other in (
-            ("training.seed", recipe.training.seed, seed),
-            ("train_dataset.seed", recipe.data_seed, seed if saved.get("seed") is None else saved["seed"]),
-            (_LENGTH, recipe.train_dataset.seq_length, saved["seq_length"]),
-        ):
-            if own != other:
-                raise ValueError(
-                    f"{key}: {own}, but the run of {checkpoint.folder} has {other}, and its data and draws go on: take "
-                    "that, or checkpoint.no_load_optim=true, which begins anew"
-                )
+        if recipe.training.seed != state["seed"]:
+            raise ValueError(
+                f"training.seed: {recipe.training.seed}, but the run of {checkpoint.folder} has {state['seed']}, and "
+                "its draws go on: take that, or checkpoint.no_load_optim=true, which begins anew"
+            )
+        goes_on = recipe.train_dataset.on_change == "go_on"
+        with errors_at(f"train_dataset: {checkpoint.folder}: "):
+            job.dataset = job.dataset.resumed(state.get("data", {"facts": {}}), state["consumed"], goes_on)
     for source in checkpointer.sources(checkpoint):
         is_whole = bool(state) and source is checkpoint
         fill(source, checkpointer.parts(is_whole, source), recipe, job.mesh, job.rank, converts=not is_whole)
@@ -165,6 +162,7 @@ def save_job(job):
     state = {
         "consumed": job.consumed,
         "seed": recipe.training.seed,
+        "data": job.dataset.state(),
         "loss_scale": job.loss_scale and job.loss_scale.state(),
         "skipped": job.skipped,
         "skipped_in_a_row": job.skipped_in_a_row,

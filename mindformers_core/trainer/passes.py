@@ -1,4 +1,8 @@
-"""The forward and backward passes of a step over a rank's Cells: one after the other, or by a pipeline's schedule."""
+"""The forward and backward passes of a step over a rank's Cells: one after the other, or by a pipeline's schedule.
+
+One stage is no pipeline of one: `value_and_grad` reduces gradients while the backward pass goes on, and frees each
+whole one then; a stage, whose micro-batches may overlap, holds all of a pass, which at ZeRO 2 and 3 is more memory.
+"""
 
 import mindspore as ms
 
@@ -37,12 +41,11 @@ def model_passes(recipe, mesh, cells, loss_scale):
         for inputs in zip(*arrays, strict=True):
             assert gradients is None, f"{len(arrays[0])} micro-batches are more than accumulate_grad_step"
             results, gradients = gradient_of(*inputs)
-            losses.append(results if isinstance(results, tuple) else (results,))
+            losses.append(_several(results))
         return losses, gradients
 
     def forward(batches):
-        results = cells[0](*batches[0])
-        return tuple(each.to_local() for each in (results if isinstance(results, tuple) else (results,)))
+        return tuple(each.to_local() for each in _several(cells[0](*batches[0])))
 
     return cells[0].trainable_params(), run, {}, forward
 
@@ -61,27 +64,31 @@ def pipeline_passes(recipe, mesh, cells, loss_scale):
     plan = batch_plan(recipe, mesh.axis_size("dp"))
     schedule = kind(stages if several else stages[0], plan.micro_batches, share_outputs=True)
     inputs = {index: _computed(micro_batch(recipe, net, index)) for index, net in cells.items()}
-    given = {index: ((first,), dict(zip(names, others, strict=True))) for index, (first, *others) in inputs.items()}
+    given = {index: ((first,), dict(zip(names, others))) for index, (first, *others) in inputs.items()}
     schedule.meet().make_programs(schedule.table, given)
 
     def run(arrays):
         for stage in stages:
             stage.zero_gradients()
-        losses = [schedule.run(first, **dict(zip(names, others, strict=True))) for first, *others in zip(*arrays)]
+        losses = [schedule.run(first, **dict(zip(names, others))) for first, *others in zip(*arrays)]
         gradients = _once_each(stages, "gradients")
         gradients = gradients if loss_scale is None else loss_scale.unscale(gradients)
-        return [each if isinstance(each, tuple) else (each,) for each in losses], gradients
+        return [*map(_several, losses)], gradients
 
     def forward(batches):
-        batches = [((first,), dict(zip(names, others, strict=True))) for first, *others in batches]
-        results = schedule.run_microbatches(batches, training=False)
-        return results if isinstance(results, tuple) else (results,)
+        batches = [((first,), dict(zip(names, others))) for first, *others in batches]
+        return _several(schedule.run_microbatches(batches, training=False))
 
     counted = _once_each(stages, "counted")
     dtypes = {dtype_name(parameter.dtype) for net in cells.values() for parameter in net.get_parameters()}
     dtype = ms.float64 if "float64" in dtypes else ms.float32  # a stage may train nothing
     clipping = {"mesh": mesh, "over": ("pp",), "counted": counted, "dtype": dtype}
     return _once_each(stages, "parameters"), run, clipping, forward
+
+
+def _several(results):
+    """Results as a tuple, which may be a loss alone."""
+    return results if isinstance(results, tuple) else (results,)
 
 
 def _computed(metas):

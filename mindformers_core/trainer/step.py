@@ -72,8 +72,7 @@ def step_function(recipe, mesh, cells, loss_scale=None):
             norms = norms + (each.norm(gradients),)
         return norms
 
-    average = optimizer.average
-    count, states = len(optimizer.scalars(1, 0.0)), _numbered_states(optimizer)
+    count, states, average = len(optimizer.scalar_names), _numbered_states(optimizer), optimizer.average
 
     def update(norm, *tensors):
         optimizer(clip.clipped(tensors[count:], norm), *tensors[:count])
@@ -97,7 +96,7 @@ def step_function(recipe, mesh, cells, loss_scale=None):
             return loss, float(norm.asnumpy()), names, norms
         before_update()
         update(norm, *scalars, *gradients)
-        named = {"rate" if place == 0 else f"scalar {place}": each for place, each in enumerate(scalars)}
+        named = dict(zip(optimizer.scalar_names, scalars, strict=True))
         for what, scalar in {"loss": loss, "gradient norm": norm, **named}.items():
             process_state().observer.held(what, scalar)
         for what, state, parameter in states:

@@ -14,11 +14,13 @@ from mindformers_core.checkpoint.folders import set_aside, step_folder
 from mindformers_core.checkpoint.parts import on_all_ranks
 from mindformers_core.checkpoint.tensors import ranks_of
 from mindformers_core.communication import process_state, world
-from mindformers_core.data.datasets import dataset_of
+from mindformers_core.data.datasets import OwnDataset, dataset_of
 from mindformers_core.data.reading import batch_reader
+from mindformers_core.data.streams import Ahead
 from mindformers_core.diff.recorder import perturb
 from mindformers_core.hints import first_of
 from mindformers_core.optimizers.settings import Placed, placed_lines
+from mindformers_core.recipe.checks import recipe_device_model
 from mindformers_core.recipe.learning_rate import learning_rate
 from mindformers_core.recipe.loader import load_recipe, recipe_to_yaml
 from mindformers_core.recipe.sections import batch_plan
@@ -35,6 +37,7 @@ from mindformers_core.trainer.checkpoints import (
 )
 from mindformers_core.trainer.evaluation import Evaluator
 from mindformers_core.trainer.joining import enter_world
+from mindformers_core.trainer.measuring import model_operations, peak_memory
 from mindformers_core.trainer.recording import start_recording
 from mindformers_core.trainer.step import step_function
 
@@ -83,18 +86,22 @@ class Trainer:
         self.rank = world().rank
         checkpoint = open_source(recipe)
         self.dataset = dataset_of(recipe) if dataset is None else dataset
+        if not hasattr(self.dataset, "resumed"):
+            self.dataset = OwnDataset(dataset, "Trainer(dataset=…)")
         self.plan = batch_plan(recipe, mesh.axis_size("dp"))
         check_patterns(recipe)
         ms.set_seed(recipe.training.seed)
         start_recording(recipe, mesh, self.plan, self.rank)
         self.cells = build_cells(recipe, mesh, self.rank)
-        self._read = batch_reader(recipe, self.plan, self.cells, self.rank)
+        read = batch_reader(recipe, self.plan, self.cells, self.rank)
+        self._batches = Ahead(lambda consumed: read(self.dataset, consumed))
         ms.manual_seed(recipe.training.seed)  # after the constructors, of which stages call others
         self.loss_scale = loss_scale_of(recipe, mesh)
         self.optimizer, self.run_step, self._forward = step_function(recipe, mesh, self.cells, self.loss_scale)
         self.checkpointer = checkpointer_of(recipe, mesh, self.cells, self.optimizer)
         self.step = self.consumed = self.skipped = self.skipped_in_a_row = 0
         self.loaded_config = self.summary = None
+        self._operations = self._operations_of_step()
         self._evaluator = self._evaluator_of(None) if recipe.evaluation.interval else None
         self._has_folder = False
         if checkpoint is not None:
@@ -144,6 +151,9 @@ class Trainer:
                         if is_due:
                             raise FloatingPointError(row["not_finite"])
                         self._compare_replicas(is_due=at_end)
+                        if at_end or self.step % self.recipe.monitor.log_interval == 0:
+                            peaks = ranks_of(self.mesh, self.rank).gather(peak_memory())
+                            row["memory_bytes"], row["memory_rank"] = max((peaks[rank], rank) for rank in peaks)
                         if section.enable_save and (at_end or self.step % section.save_interleaved_steps == 0):
                             is_due = True
                             save_job(self)
@@ -163,6 +173,7 @@ class Trainer:
                 self.checkpointer.await_writer()
             finally:
                 held.callback(self.checkpointer.close)
+                held.callback(self._batches.close)
                 recorder.flush()
             self.summary = recorder.summary(self)
 
@@ -189,7 +200,7 @@ class Trainer:
         Where the loss or a gradient isn't finite, nothing is updated, and the row has a text about it, `not_finite`.
         """
         started = time.perf_counter()
-        batch = self._read(self.dataset, self.consumed)
+        batch = self._batches.get(self.consumed, self.consumed + self.plan.samples)
         self.step += 1
         self.consumed += self.plan.samples
         rate, scale = learning_rate(self.recipe, self.step), self.loss_scale
@@ -211,6 +222,8 @@ class Trainer:
             seconds=seconds,
             tokens_per_second=self.plan.samples * self.recipe.train_dataset.seq_length / seconds,
         )
+        if self._operations is not None:
+            row["mfu"] = self._operations / seconds
         row.update(zip(map("gradient_norm {}".format, self.recipe.monitor.gradient_norms), norms))
         if scale:
             row["loss_scale"] = value
@@ -219,6 +232,21 @@ class Trainer:
         if odd is not None:
             row["not_finite"] = self._not_finite(row["loss"], norm, odd)
         return row
+
+    def _operations_of_step(self):
+        """The operations of a step over those that all ranks could do in a second, by `context.device_model`; or None.
+
+        All ranks call this.
+        """
+        device = recipe_device_model(self.recipe)
+        if device is None:
+            return None
+        stages = ranks_of(self.mesh, self.rank).gather(model_operations(self.cells.values()))
+        if None in stages.values():
+            return None
+        share = self.mesh.axis_size("pp") / self.mesh.size  # of the ranks, one for each stage
+        operations = sum(stages.values()) * share * self.plan.samples / self.plan.rows
+        return operations / (device.operations_per_second * self.mesh.size)
 
     def _not_finite(self, loss, norm, names):
         """What a step says that made no update, for the `names` of this rank; all ranks call this."""

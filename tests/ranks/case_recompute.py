@@ -11,10 +11,10 @@ from models import TINY_LLAMA
 from support.launch import on_ranks
 from support.recomputations import count_recomputations
 from support.saved_tensors import measured, saved_bytes
+from support.streams import token_stream
 
 from mindformers_core.capture.algorithm_graph import algorithm_of
 from mindformers_core.communication import count_collectives, world
-from mindformers_core.data.datasets import TokenDataset
 from mindformers_core.layout import layout
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.models import LlamaConfig, LlamaForCausalLM
@@ -263,7 +263,7 @@ def case_the_first_step_of_a_pipeline_finds_its_programs():
 def recipe_jobs(tp, *more):
     """A function of overrides of a recipe, besides these, that gives the `Trainer` on pp 2 x tp."""
     mesh = init_device_mesh((2, 1, 1, tp), MESH_AXES)
-    tokens = TokenDataset(np.random.default_rng(0).integers(0, 256, 5000), 16, seed=1)
+    tokens = token_stream(np.random.default_rng(0).integers(0, 256, 5000), 16, seed=1)
     sizes = {"data_parallel_shard": 1, "tensor_parallel": tp, "sequence_parallel": str(tp > 1).lower()}
     small = [*(f"parallelism.{key}={size}" for key, size in sizes.items()), "train_dataset.seq_length=16", *more]
     return lambda *overrides: Trainer(str(RECIPE), *small, *overrides, mesh=mesh, dataset=tokens)

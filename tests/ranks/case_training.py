@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import test_label_weights as label_weights
 from support.launch import on_ranks
+from support.streams import token_stream
 from truth import once
 
 from mindformers_core.communication import world
-from mindformers_core.data.datasets import TokenDataset
 from mindformers_core.layout import Layout
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.recipe.loader import load_recipe
@@ -33,7 +33,7 @@ def job_on(shape, ranks, *overrides):
     recipe = load_recipe(str(CONFIGS / "llama_tiny_cpu.yaml"), [*SMALL, *overrides])
     tokens = np.random.default_rng(0).integers(0, 256, 5000)
     mesh = init_device_mesh(shape, MESH_AXES, ranks)
-    return Trainer(recipe, mesh=mesh, dataset=TokenDataset(tokens, 16, seed=1))
+    return Trainer(recipe, mesh=mesh, dataset=token_stream(tokens, 16, seed=1))
 
 
 @once

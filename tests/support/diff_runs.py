@@ -18,7 +18,7 @@ from mindformers_core.sharding.sharded_cells import tree_and_path
 RECIPE = "configs/llama_tiny_cpu_1p.yaml"
 TINY = (
     "model.hidden_size=32", "model.intermediate_size=64", "model.num_hidden_layers=2", "train_dataset.seq_length=16",
-    "train_dataset.max_bytes=100000", "lr_scheduler.warmup_steps=0", "monitor.digests=true",
+    "train_dataset.max_bytes=90000", "lr_scheduler.warmup_steps=0", "monitor.digests=true",
 )  # fmt: skip
 TP = ("parallelism.tensor_parallel=2",)
 DP = ("parallelism.data_parallel_shard=2", "training.local_batch_size=2")

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 from mindspore import Tensor
+from support.streams import token_stream
 
 from mindformers_core.checkpoint.folders import find_checkpoint
 from mindformers_core.checkpoint.load import open_checkpoint
@@ -11,7 +12,6 @@ from mindformers_core.checkpoint.parts import Ranks
 from mindformers_core.checkpoint.tensors import load_parameters, model_parts
 from mindformers_core.commands.generating import make_generator
 from mindformers_core.communication.simulated import SimulatedRanks
-from mindformers_core.data.datasets import TokenDataset
 from mindformers_core.recipe.loader import load_recipe
 from mindformers_core.recipe.sections import recipe_mesh
 from mindformers_core.serving.sampling import Sampling
@@ -47,7 +47,7 @@ def recipe_of(*overrides):
 def train(folder, rank, *overrides, steps=2):
     """Steps of a rank on the mesh of the overrides; leaves a checkpoint in a run folder. Returns the job."""
     recipe = recipe_of(*overrides, f"training.output_dir={folder}")
-    data = TokenDataset(np.random.default_rng(0).integers(0, 256, 5000), 16, seed=1)
+    data = token_stream(np.random.default_rng(0).integers(0, 256, 5000), 16, seed=1)
     job = Trainer(recipe, mesh=recipe_mesh(recipe), dataset=data)
     for _ in range(steps):
         job.train_step()

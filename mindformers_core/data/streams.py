@@ -1,0 +1,171 @@
+"""Endless streams of samples: sample g is a function of the sources, the seed and g.
+
+It depends neither on the number of ranks, nor on micro-batches, nor on the step at which a run was resumed, so loss
+curves agree, and a position is one number a source.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from mindformers_core.data.mixture import Mixture
+from mindformers_core.data.order import shuffled
+from mindformers_core.data.packing import packed_row, packed_rows
+from mindformers_core.data.sources import Tokens
+from mindformers_core.hints import first_of
+from mindformers_core.splitmix import GOLDEN
+
+IGNORED = -100  # a label that isn't counted
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """The tokens of a source as samples: `(input_ids, labels)`, int32 arrays of `seq_length`; labels are next tokens.
+
+    Sequences follow each other in the tokens, whatever documents they are of. With `packs`, whole documents are packed
+    into sequences instead (see `packed_row`), and a sample has a third array, `positions`: of each token in its
+    document, so that position 0 begins one, which attention doesn't look beyond. A label is -100 where no next token is
+    to be predicted: at a document's end, in padding, and where the source says so. Padding is of token 0 at position 0.
+
+    Attributes:
+        source: `Tokens`. seq_length: positions of a sequence. vocab_size: of the model.
+        packs: whether sequences hold whole documents.
+    """
+
+    source: Tokens
+    seq_length: int
+    vocab_size: int
+    packs: bool = False
+
+    def __post_init__(self):
+        if len(self) < 1:
+            count = len(self.source.ids)
+            raise ValueError(
+                f"{self.source.name}: {count} tokens are too few for one sequence of train_dataset.seq_length "
+                f"{self.seq_length} and the token after it: give more text, or train_dataset.seq_length={count - 1}"
+            )
+
+    def __len__(self):
+        """Samples of one epoch."""
+        count = len(self.source.ids)
+        return packed_rows(count, self.seq_length) if self.packs else (count - 1) // self.seq_length
+
+    def __getitem__(self, row):
+        if not self.packs:
+            return self._piece(row * self.seq_length, self.seq_length, True)[:2]
+        pieces = packed_row(row, len(self.source.ids), self.source.starts, self.seq_length)
+        padding = np.zeros((1, self.seq_length - sum(piece.length for piece in pieces)), np.int32)
+        arrays = zip(*(self._piece(*piece) for piece in pieces), (*padding, *padding + IGNORED, *padding))
+        return tuple(map(np.concatenate, arrays))
+
+    def about(self):
+        """What has to be the same in a resumed run."""
+        return self.source.about() | {"seq_length": self.seq_length, "packs": self.packs}
+
+    def _piece(self, first, length, goes_on):
+        """Ids, labels and positions of consecutive tokens of a document; `goes_on`: whether a token follows them."""
+        ids, masks = self.source.read(first, first + length + goes_on, self.vocab_size), self.source.labels
+        labels = np.full(length, IGNORED, np.int32)
+        labels[: len(ids) - 1] = ids[1:]
+        if masks is not None:
+            labels[: len(ids) - 1][~masks[first + 1 : first + len(ids)]] = IGNORED
+        return ids[:length], labels, np.arange(length, dtype=np.int32)
+
+
+@dataclass(frozen=True)
+class Stream:
+    """An endless stream of samples from several sources, each in another order in each of its epochs.
+
+    Attributes:
+        sources: objects with `len(source)`, the samples of an epoch, and `source[n]`, a tuple of arrays.
+        mixture: the `Mixture` of their weights.
+        seed: of the orders.
+    """
+
+    sources: tuple
+    mixture: Mixture
+    seed: int
+
+    def batch(self, first, count):
+        """Samples `first` … `first + count - 1`: a tuple of arrays with a first dim of `count`."""
+        found = [None] * count
+        sources, numbers = self.mixture.places(first, count)
+        for place, (source, number) in enumerate(zip(sources.tolist(), numbers.tolist())):
+            found[place] = self.sample(source, number)
+        return tuple(map(np.stack, zip(*found)))
+
+    def sample(self, source, number):
+        """The arrays of a source's sample of this number, counted over all its epochs."""
+        epoch, place = divmod(number, len(self.sources[source]))
+        return self.sources[source][self.row(source, epoch, place)]
+
+    def row(self, source, epoch, place):
+        """The row of a source that an epoch has at a place."""
+        seed = (self.seed + source * GOLDEN) % 2**64  # sources of one length have orders of their own
+        return int(shuffled(place, len(self.sources[source]), seed, epoch))
+
+    def epochs(self, end):
+        """Of each source, how many of its epochs the samples before `end` are, as a fraction."""
+        counts = self.mixture.counts(end)
+        return tuple(count / len(source) for count, source in zip(counts, self.sources, strict=True))
+
+    def state(self):
+        """What a checkpoint keeps of the data, as JSON: `facts`, which tell other data, and the `mixture` so far."""
+        facts = {"seed": self.seed, "weights": list(self.mixture.weights)}
+        for number, source in enumerate(self.sources):
+            facts |= {f"source {number}: {name}": value for name, value in source.about().items()}
+        return {"facts": facts, "mixture": [self.mixture.weights, self.mixture.start, self.mixture.taken]}
+
+    def resumed(self, state, end, goes_on=False):
+        """The stream that goes on at sample `end` of the one with this `state`.
+
+        With other data that is an error, unless `goes_on`: then sources that were there before, the first ones, go on
+        where they were, new ones begin, and weights are those of now.
+
+        Raises:
+            ValueError: other data; lists the differences.
+        """
+        check_facts(state["facts"], self.state()["facts"], goes_on)
+        weights, start, taken = state.get("mixture") or self.state()["mixture"]
+        mixture = Mixture(tuple(weights), start, tuple(taken))
+        return replace(
+            self,
+            mixture=mixture if mixture.weights == self.mixture.weights else mixture.changed(self.mixture.weights, end),
+        )
+
+
+def check_facts(saved, own, goes_on):
+    """Raise `ValueError` for facts about data that differ from saved ones, unless a run `goes_on` with them."""
+    pairs = {name: (own.get(name), saved.get(name)) for name in {**saved, **own}}
+    found = [f"{name} is {now!r}, was {before!r}" for name, (now, before) in pairs.items() if now != before]
+    if found and not goes_on:
+        raise ValueError(
+            f"the data aren't those of the run that goes on: {first_of(found, 5)}: take those, or "
+            "train_dataset.on_change=go_on"
+        )
+
+
+class Ahead:
+    """Computes the next batch in a thread, while a step runs; an error of the thread is raised where its batch is due.
+
+    Args:
+        read: function of a position that returns a batch.
+    """
+
+    def __init__(self, read):
+        self._read, self._pool, self._next = read, None, None
+
+    def get(self, position, following):
+        """The batch at a position; that at `following` is begun."""
+        known, self._next = self._next, None
+        batch = known[1].result() if known and known[0] == position else self._read(position)
+        self._pool = self._pool or ThreadPoolExecutor(1, "data")
+        self._next = following, self._pool.submit(self._read, following)
+        return batch
+
+    def close(self):
+        """End the thread, when it has read what it has begun; a later `get` starts another one."""
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+        self._pool = self._next = None
