@@ -16,7 +16,7 @@ from mindformers_core.sharding.sharded_cells import tree_of
 
 
 class Loss:
-    """The built-in `components.Metric`: the mean loss over all labels, or over all samples where the model returns a mean.
+    """The built-in `Metric`: the mean loss over all labels, or over all samples where the model returns a mean.
 
     Args:
         form: `ModelSpec.loss`.
