@@ -37,7 +37,7 @@ def test_a_loop_of_the_users(tmp_path):
     Trainer(ONE_RANK, *options, f"training.output_dir={tmp_path / 'whole'}").run()
     job, folder, waiting = Trainer(ONE_RANK, *options, f"training.output_dir={tmp_path / 'a'}"), tmp_path / "a", []
     for row in job.steps():
-        waiting.append(isinstance(row._numbers["loss"], ms.Tensor))
+        waiting.append(isinstance(row.data["loss"], ms.Tensor))
         row["own"] = row["step"] / 2
         if row["step"] == 4:
             break

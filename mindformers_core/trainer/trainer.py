@@ -22,7 +22,7 @@ from mindformers_core.hints import first_of
 from mindformers_core.optimizers.settings import Placed, placed_lines
 from mindformers_core.recipe.checks import recipe_device_model
 from mindformers_core.recipe.learning_rate import learning_rate
-from mindformers_core.recipe.loader import load_recipe, recipe_to_yaml
+from mindformers_core.recipe.loader import evaluated, load_recipe, recipe_to_yaml
 from mindformers_core.recipe.sections import batch_plan
 from mindformers_core.sharding.replicas import check_replicas
 from mindformers_core.trainer import records
@@ -35,7 +35,7 @@ from mindformers_core.trainer.checkpoints import (
     resume,
     save_job,
 )
-from mindformers_core.trainer.evaluation import Evaluator
+from mindformers_core.trainer.evaluation import evaluate
 from mindformers_core.trainer.joining import enter_world
 from mindformers_core.trainer.measuring import model_operations, peak_memory
 from mindformers_core.trainer.recording import start_recording
@@ -102,7 +102,7 @@ class Trainer:
         self.step = self.consumed = self.skipped = self.skipped_in_a_row = 0
         self.loaded_config = self.summary = None
         self._operations = self._operations_of_step()
-        self._evaluator = self._evaluator_of(None) if recipe.evaluation.interval else None
+        self._held_out = dataset_of(evaluated(recipe)) if recipe.evaluation.interval else None
         self._has_folder = False
         if checkpoint is not None:
             resume(self, checkpoint)
@@ -157,12 +157,11 @@ class Trainer:
                         if section.enable_save and (at_end or self.step % section.save_interleaved_steps == 0):
                             is_due = True
                             save_job(self)
-                        if self._evaluator and (at_end or self.step % self.recipe.evaluation.interval == 0):
-                            row.update(self._evaluator.run())
+                        if self._held_out and (at_end or self.step % self.recipe.evaluation.interval == 0):
+                            row.update(self.evaluate())
                             if self.optimizer.average:
                                 with self.optimizer.average.in_place():
-                                    found = self._evaluator.run()
-                                row.update({f"average_{name}": value for name, value in found.items()})
+                                    row.update((f"average_{name}", each) for name, each in self.evaluate().items())
                         yield row
                     finally:
                         recorder.add(row, is_due or at_end)
@@ -184,15 +183,14 @@ class Trainer:
         return save_job(self)
 
     def evaluate(self, dataset=None):
-        """The loss, perplexity and other metrics of held-out samples: a dict, see `Evaluator.run`.
+        """The loss, perplexity and other metrics of held-out samples: a dict, see `evaluate`.
 
         Args:
             dataset: an object with `batch(first, count)`. Default: that of the recipe's `evaluation.dataset`.
         """
-        return (self._evaluator if self._evaluator and dataset is None else self._evaluator_of(dataset)).run()
-
-    def _evaluator_of(self, dataset):
-        return Evaluator(self.recipe, self.plan, self.rank, self.cells, self._forward, dataset)
+        if dataset is None:
+            dataset = self._held_out or dataset_of(evaluated(self.recipe))
+        return evaluate(self.recipe, self.plan, self.rank, self.cells, self._forward, dataset)
 
     def train_step(self):
         """Run one optimizer step, without records; returns its `Row`.
