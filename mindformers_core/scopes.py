@@ -9,7 +9,6 @@ from functools import wraps
 from opcode import opmap
 from pathlib import Path
 from threading import RLock
-from traceback import walk_tb
 
 from mindformers_core.hints import message_of
 
@@ -29,8 +28,7 @@ def errors_at(where, behind="", kinds=(TypeError, ValueError), kind=None):
     except kinds as error:
         kind = kind or (TypeError if isinstance(error, TypeError) else ValueError)
         kind = type(error) if isinstance(error, OSError) else kind
-        frames = [frame for frame, _ in walk_tb(error.__traceback__) if not _is_library(frame)]
-        inner = error.__traceback__ if frames[2:] else None  # the first two: this one, and that of the block
+        inner = error.__traceback__ if _frames(error)[2:] else None  # the first two: this one, and that of the block
         raise kind(f"{where}{message_of(error)}{behind}").with_traceback(inner) from None
 
 
@@ -41,15 +39,18 @@ def origin_of(error):
         `"raise"`: a `raise` statement, so somebody has foreseen it; `"user"`: other code outside of this package;
         `"package"`: this package's code, an `assert` too.
     """
-    frame, place = [found for found in _entries(error.__traceback__) if not _is_library(found[0])][-1]
+    frame, place = _frames(error)[-1]
     is_raise = frame.f_code.co_code[place] == opmap["RAISE_VARARGS"] and not isinstance(error, AssertionError)
     return "raise" if is_raise else "package" if _is_own(frame) else "user"
 
 
-def _entries(traceback):
-    while traceback is not None:
-        yield traceback.tb_frame, traceback.tb_lasti
-        traceback = traceback.tb_next
+def _frames(error):
+    """Pairs (frame, place of its instruction) of a traceback, without those of libraries."""
+    found, entry = [], error.__traceback__
+    while entry is not None:
+        found.append((entry.tb_frame, entry.tb_lasti))
+        entry = entry.tb_next
+    return [pair for pair in found if not _is_library(pair[0])]
 
 
 def _is_own(frame):

@@ -1,7 +1,9 @@
 """Who computes which samples of a step, and what of them a rank reads: the same batch on every mesh."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
+import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import nn, ops
@@ -10,6 +12,7 @@ from test_data import make_dataset
 from mindformers_core import shard
 from mindformers_core.batches import BatchPlan
 from mindformers_core.commands.diffing import run_simulated
+from mindformers_core.commands.verifying import verify_recipe
 from mindformers_core.data.reading import local_batch
 from mindformers_core.layout import Layout, layout
 from mindformers_core.mesh import DeviceMesh
@@ -145,3 +148,23 @@ def test_strategies_and_inputs_that_there_are_not():
     net, mesh = Images(ImageConfig()), DeviceMesh((1,), ("dp",))
     with pytest.raises(ValueError, match=r"root Cell \(Images\) has no input 'images': construct takes image, label"):
         shard(net, mesh, inputs={"images": layout("dp")})
+
+
+class Weighted(Images):
+    """A mean over the images that count, which differ in number between micro-batches."""
+
+    def construct(self, image, label):
+        counts = ops.cast(label > 0, ms.float32)
+        found = self.dense(ops.tanh(self.convolution(image)).mean((2, 3)))
+        return (ops.square(found.reshape(-1) - label) * counts).sum() / counts.sum()
+
+
+@pytest.mark.parametrize(("model", "error"), [("Images", None), ("Weighted", "samples don't weigh alike, so return")])
+def test_verify_asks_whether_the_samples_of_a_mean_weigh_alike(model, error):
+    recipe = recipe_from_dict({
+        "model": {"name": f"test_batches:{model}"}, "parallelism": {"data_parallel_shard": 2},
+        "train_dataset": {"factory": "test_batches:open_images", "seq_length": 1},
+        "training": {"local_batch_size": 2, "global_batch_size": 8},
+    })  # fmt: skip
+    with pytest.raises(ValueError, match=error) if error else nullcontext():
+        assert not verify_recipe(recipe).faults

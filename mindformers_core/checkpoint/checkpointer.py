@@ -7,7 +7,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import nn
 
-from mindformers_core.checkpoint.adapters import adapter_config, open_base
+from mindformers_core.checkpoint.adapters import adapter_config
 from mindformers_core.checkpoint.background import BackgroundSave
 from mindformers_core.checkpoint.folders import find_checkpoint, newest_checkpoint, prune, step_folder
 from mindformers_core.checkpoint.index import ADAPTER_CONFIG, FORMAT, STATE, encode_json
@@ -15,6 +15,7 @@ from mindformers_core.checkpoint.load import open_checkpoint
 from mindformers_core.checkpoint.parts import on_all_ranks
 from mindformers_core.checkpoint.save import save
 from mindformers_core.checkpoint.tensors import (
+    has_adapters,
     load_parameters,
     model_parts,
     optimizer_parts,
@@ -178,21 +179,15 @@ class Checkpointer:
             return 0
         checkpoint = open_checkpoint(folder)
         state = None if weights_only else self.state_of(checkpoint)
-        for source in self.sources(checkpoint):
-            parts = self.parts(state is not None and source is checkpoint, source)
-            load_parameters(source, parts, self._ranks, converts=state is None or source is not checkpoint)
+        parts = self.parts(state is not None, checkpoint)
+        load_parameters(checkpoint, parts, self._ranks, converts=state is None)
         return self.restore(state) if state is not None else 0
 
     def state_of(self, checkpoint):
-        """The state of a `Checkpoint`, if it is one of what is saved here: None for the weights beneath adapters."""
-        is_base = any(getattr(each, "is_base", False) for each in self.parts(False, checkpoint).values())
-        return None if any(self._ranks.gather(is_base).values()) else checkpoint.state
-
-    def sources(self, checkpoint):
-        """The `Checkpoint`s to load for one: that of the weights beneath, where it has adapters, and itself."""
-        base = open_base(checkpoint)
-        self.base = os.path.abspath((base or checkpoint).folder) if base or not checkpoint.has_adapters else None
-        return [base, checkpoint] if base else [checkpoint]
+        """The state of a `Checkpoint` to load, None where it has none, or is that of the weights beneath adapters."""
+        is_base = checkpoint.adapters is None and has_adapters(self.parts(False, checkpoint))
+        self.base = os.path.abspath(checkpoint.folder) if is_base else checkpoint.base
+        return None if is_base else checkpoint.state
 
     def restore(self, state):
         """Take the generator and `state` of a checkpoint; returns the number of its step."""

@@ -4,18 +4,23 @@ import json
 import os
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, groupby
 
 from mindformers_core.checkpoint import index
 from mindformers_core.checkpoint.checksums import MODULUS, checksum
 from mindformers_core.checkpoint.convert import convert
+from mindformers_core.checkpoint.folders import find_checkpoint
 from mindformers_core.checkpoint.parts import Ranks, divide, on_all_ranks, parts_of_all, tensors_of
 from mindformers_core.checkpoint.regions import inside, overlap, volume
 from mindformers_core.checkpoint.slices import FileLayer, opened, read_box, read_bytes, read_file
 from mindformers_core.hints import nearest
 from mindformers_core.scopes import errors_at
+
+# keys of `adapter_config.json`: those of other computations, and those that are needed
+_OTHER_ADAPTERS = "use_rslora", "use_dora", "fan_in_fan_out", "rank_pattern", "alpha_pattern", "modules_to_save"
+_SCALE = "r", "lora_alpha"
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,8 @@ class Checkpoint:
         pieces: a dict, (group, name) -> list of (box, checksum); {} for Hugging Face's.
         config: the contents of `config.json`, a dict; None where there is no such file.
         state: those of `state.json`; None for Hugging Face's.
+        adapters: those of `adapter_config.json`, where it has low-rank adapters; then the tensors of the weights
+            beneath are those of another folder, `base`; None where these are drawn from the seed.
     """
 
     folder: str
@@ -35,11 +42,8 @@ class Checkpoint:
     pieces: dict
     config: dict | None
     state: dict | None
-
-    @property
-    def has_adapters(self):
-        """Whether it has low-rank adapters, and not the weights beneath."""
-        return any(group == "adapter" for group, _ in self.tensors)
+    adapters: dict | None = None
+    base: str | None = None
 
 
 @dataclass(frozen=True)
@@ -55,8 +59,28 @@ def open_checkpoint(folder):
     """The `Checkpoint` in a folder: headers, lists and JSON files are read and verified, tensors aren't.
 
     Raises:
-        FileNotFoundError: a missing file. ValueError: a damaged one, which the error names, or a newer format.
+        FileNotFoundError: a missing file, or base of adapters. ValueError: a damaged one, which the error names, a
+            newer format, or another kind of adapters.
     """
+    found = _open(folder)
+    if not any(group == "adapter" for group, _ in found.tensors):
+        return found
+    where = os.path.join(folder, index.ADAPTER_CONFIG)
+    adapters = read_json(folder, index.ADAPTER_CONFIG, FileLayer()) or {}
+    if odd := [key for key in _OTHER_ADAPTERS if adapters.get(key)] + [key for key in _SCALE if not adapters.get(key)]:
+        raise ValueError(f"{where} has {odd[0]} {adapters.get(odd[0])!r}, but adapters here are B A lora_alpha / r")
+    if not (base := adapters.get("base_model_name_or_path")):
+        return replace(found, adapters=adapters)
+    with errors_at(f"{where}, base_model_name_or_path: ", kinds=(OSError, ValueError)):
+        below = _open(find_checkpoint(base))
+    of_model = [{key: each for key, each in of.items() if key[0] == "model"} for of in (below.tensors, below.pieces)]
+    tensors, pieces = of_model[0] | found.tensors, of_model[1] | found.pieces
+    return replace(
+        found, tensors=tensors, pieces=pieces, adapters=adapters, config=found.config or below.config, base=below.folder
+    )
+
+
+def _open(folder):
     files = FileLayer()
     if not os.path.isfile(os.path.join(folder, index.CHECKSUMS)):
         if os.path.isfile(os.path.join(folder, index.STATE)):
@@ -188,7 +212,7 @@ def check_tensors(checkpoint, wanted, converts, ignored):
         checkpoint, converts, ignored: as of `load`.
         wanted: a dict, (group, name) -> (dtype, shape).
     """
-    groups = {group for group, _ in wanted}
+    groups = {group for group, _ in wanted} | {"adapter"}  # never left out silently
     names = {group: [name for each, name in checkpoint.tensors if each == group] for group in groups}
     for group, name in sorted(wanted):
         if (group, name) not in checkpoint.tensors:
@@ -197,7 +221,8 @@ def check_tensors(checkpoint, wanted, converts, ignored):
         if placed.shape != shape:
             raise ValueError(f"{placed.file}: '{name}' has shape {placed.shape}, not {shape} as in this model")
         floats = {"float16", "bfloat16", "float32"}
-        if placed.dtype != dtype and not (converts and {placed.dtype, dtype} <= floats):
+        takes = converts or checkpoint.base and group == "model"
+        if placed.dtype != dtype and not (takes and {placed.dtype, dtype} <= floats):
             raise ValueError(f"{placed.file}: '{name}' has dtype {placed.dtype}, not {dtype} as in this model")
     for group in sorted(groups):
         known = [name for each, name in wanted if each == group]

@@ -40,13 +40,18 @@ def model_parts(cells, rank, file_name=lambda path: path):
 
 
 def parts_of(checkpoint, parts):
-    """Those of `Part`s, a dict as of `model_parts`, that a `Checkpoint` has, or one that is saved, for None.
-
-    Of a model with adapters these are the adapters alone, and the weights beneath, where the checkpoint has none.
+    """Those of `Part`s, a dict as of `model_parts`, that a `Checkpoint` has: no adapters where it has none, and no
+    weights beneath adapters where it has no base. Those that are saved for None: not what is beneath adapters.
     """
-    if checkpoint is None or checkpoint.has_adapters:
+    if checkpoint is None:
         return {part: each for part, each in parts.items() if not getattr(each, "is_base", False)}
-    return {part: each for part, each in parts.items() if part.group != "adapter"}
+    groups = {group for group, _ in checkpoint.tensors}
+    return {part: each for part, each in parts.items() if part.group in groups or not has_adapters(parts)}
+
+
+def has_adapters(parts):
+    """Whether `Part`s, a dict as of `model_parts`, are of a model with adapters, perhaps of other stages."""
+    return any(getattr(each, "is_base", False) for each in parts.values())
 
 
 def optimizer_parts(optimizer, rank, file_name=lambda path: path):

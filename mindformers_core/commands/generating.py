@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import mindspore as ms
 
-from mindformers_core.checkpoint.adapters import open_base
 from mindformers_core.checkpoint.load import read_json
 from mindformers_core.checkpoint.slices import FileLayer
 from mindformers_core.checkpoint.tensors import share_weights
@@ -45,16 +44,16 @@ def continue_prompts(recipe, mesh, rank, checkpoint, texts, count=64, sampling=N
         most: number of prompts that are continued together.
         tokenizer: as of `tokens_of`.
     """
-    source = open_base(checkpoint) or checkpoint  # of which adapters are
-    data, model, config = recipe.train_dataset, recipe.model, source.config or {}
+    folder = checkpoint.base or checkpoint.folder
+    data, model, config = recipe.train_dataset, recipe.model, checkpoint.config or {}
     is_text = not data.factory and not any(path.endswith(".npy") for path in data.data_path)
-    theirs = read_json(source.folder, "generation_config.json", FileLayer()) or {}
+    theirs = read_json(folder, "generation_config.json", FileLayer()) or {}
     stops = theirs.get("eos_token_id", config.get("eos_token_id"))  # None, an id, which may be 0, or several
     keys = ("temperature", "top_p") if theirs.get("do_sample") else ()
     sampling = Sampling(**{key: theirs.get(key) or 1.0 for key in keys} | (sampling or {}))
     vocab_size, longest = (getattr(model, key, None) for key in ("vocab_size", "max_position_embeddings"))
     tokens = tokens_of(
-        tokenizer, source.folder, is_text and checkpoint.state is not None, vocab_size,
+        tokenizer, folder, is_text and checkpoint.state is not None, vocab_size,
         (stops,) if isinstance(stops, int) else stops or (),
     )  # fmt: skip
     prompts = encode_prompts(texts, tokens, count, vocab_size, longest)

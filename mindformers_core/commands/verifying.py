@@ -18,7 +18,7 @@ from mindformers_core.sharding.initialize import materialize
 from mindformers_core.sharding.parameter_storage import as_computed
 from mindformers_core.trainer.cells import build_cells, build_model, check_patterns
 from mindformers_core.trainer.step import step_parts
-from mindformers_core.verification.engine import seed_restored, simulate
+from mindformers_core.verification.engine import acts_in_training, seed_restored, simulate
 from mindformers_core.zero.precision import MixedPrecision
 
 
@@ -69,7 +69,26 @@ def verify_recipe(recipe, full=False):
         passes=passes, divisor=None if is_sum else plan.runs, device_target=recipe.context.device_target, model=net,
         goes_on=True, is_mixed=mixed_precision(recipe) != MixedPrecision(),
     )  # fmt: skip
-    return simulate(subject, plans, _notes(given, recipe))
+    notes = _notes(given, recipe)
+    if not is_sum and not acts_in_training(plans):
+        notes += _check_mean(recipe, net, inputs, [(*args, *named.values()) for _, args, named, _ in passes])
+    return simulate(subject, plans, notes)
+
+
+def _check_mean(recipe, net, inputs, passes):
+    """Raise `ValueError` where a loss that is a mean isn't that of one batch; notes if the model can't run here."""
+    try:
+        results = [net(*map(ms.Tensor, arrays)) for arrays in (inputs, *passes)]
+    except Exception as error:  # operators without a kernel here that generated code calls in another way
+        return [f"not verified: whether samples weigh alike; the model fails here: {str(error).partition(chr(10))[0]}"]
+    whole, *parts = (float((each[0] if isinstance(each, tuple) else each).asnumpy()) for each in results)
+    if not np.isclose(whole, np.mean(parts), 1e-2 if "16" in str(getattr(recipe.model, "dtype", "")) else 1e-4):
+        raise ValueError(
+            f"model.name: {recipe.model_name}: the loss of a batch is {whole:g}, and the mean over its micro-batches "
+            f"{np.mean(parts):g}: samples don't weigh alike, so return the sum and the number of labels, with "
+            'ModelSpec(loss="sum"): docs/models.md'
+        )
+    return []
 
 
 def _notes(given, recipe):

@@ -195,7 +195,8 @@ class Watch:
     def _end(self):
         """End the process at once, after that which has failed: its threads wait for other ranks."""
         end = time.monotonic() + _ALL_REPORTED
-        while self._code == _FOR_OTHERS and self._failing() and time.monotonic() < end:
+        failing = [rank for rank in self.board.ranks() if self.board.slots[rank].error]
+        while self._code == _FOR_OTHERS and any(map(self._runs, failing)) and time.monotonic() < end:
             time.sleep(0.02)
         if self._code == _FOR_OTHERS and any(slot.raised for slot in self.board.slots):
             time.sleep(_BY_ITSELF)  # the launcher looks now and then, and ends all others with the first that it sees
@@ -206,7 +207,5 @@ class Watch:
             shutil.rmtree(folder, ignore_errors=True)
         os._exit(self._code)
 
-    def _failing(self):
-        """The ranks that end by errors of their own, and run."""
-        ranks = [rank for rank in self.board.ranks() if self.board.slots[rank].error]
-        return [rank for rank in ranks if self.board.state(rank)[0] in ("running", "ended")]
+    def _runs(self, rank):
+        return self.board.state(rank)[0] in ("running", "ended")

@@ -16,7 +16,6 @@ from mindformers_core.hints import nearest
 from mindformers_core.mindspore_private import parameters_of
 from mindformers_core.tensor_parallel.layers import Linear
 
-ADAPTER = "adapter"  # the attribute `group` of an adapter's Parameters, in the place of a checkpoint's weights
 _LINEAR = (Linear, nn.Dense, mint.nn.Linear)
 
 
@@ -82,9 +81,11 @@ def add_adapters(net, rank, patterns, alpha=None, dropout=0.0):
         dropout: probability with which inputs of adapters are zero in training.
 
     Raises:
-        ValueError: see `adapted_layers`; a net that is sharded, or has adapters.
+        ValueError: see `adapted_layers`; a rank below 1; a net that is sharded, or has adapters.
     """
     layers = adapted_layers(net, patterns)
+    if rank < 1:
+        raise ValueError(f"add_adapters(rank={rank}): the rank of adapters is at least 1")
     for path, layer in layers.items():
         if isinstance(layer, _Adapted) or hasattr(layer.weight, "layout"):
             raise ValueError(f"'{path}' is sharded, or has an adapter: call add_adapters() once, before shard()")
@@ -100,7 +101,7 @@ def add_adapters(net, rank, patterns, alpha=None, dropout=0.0):
             layer.lora_A, layer.lora_B = (Parameter(each, name=f"{path}.lora_{end}") for each, end in zip(low, "AB"))
         layer.lora_A.cut_like, layer.lora_B.cut_like = ("weight", (None, 1)), ("weight", (0, None))
         for low in (layer.lora_A, layer.lora_B):
-            low.group, low.adapter = ADAPTER, (rank, rank if alpha is None else alpha, dropout)
+            low.group, low.adapter = "adapter", (rank, rank if alpha is None else alpha, dropout)
     return list(layers)
 
 

@@ -130,7 +130,7 @@ class Adapters:
     """Low-rank adapters of linear layers, which are trained in the place of all weights: `add_adapters`."""
 
     rank: int = bounded(0, 0, 2**16)  # 0: none
-    alpha: float | None = bounded(None, 0.0, 1e9)  # what adapters add is multiplied by alpha / rank; default: rank
+    alpha: float | None = bounded(None, above=0.0, at_most=1e9)  # their factor is alpha / rank; default: rank
     patterns: tuple[str, ...] = ("*_proj",)  # of paths of linear layers, or their ends
     dropout: float = bounded(0.0, at_least=0.0, below=1.0)  # of the inputs of adapters
     page: ClassVar[str] = "docs/fine_tuning.md"

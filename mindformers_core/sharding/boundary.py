@@ -40,9 +40,9 @@ class Boundary:
         self.inputs, self.outputs = declaration.inputs, declaration.outputs
         self.weight_axes = frozenset().union(*(parameter.layout.cut_axes for parameter in cell.get_parameters()))
         self.is_root = path == ""
-        given = tree.arriving if self.is_root else {}
-        self.arriving = self.inputs | given if self.is_root and isinstance(given, dict) else {}
-        if unknown := {*given} - {*self.arguments} if isinstance(given, dict) else ():
+        given = tree.arriving if self.is_root else None
+        self.arriving = {} if given is None else self.inputs | given
+        if unknown := {*(given or ())} - {*self.arguments}:
             raise ValueError(f"{self.label} has no input '{min(unknown)}': construct takes {', '.join(self.arguments)}")
         self._targets = {}
 

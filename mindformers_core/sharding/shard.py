@@ -88,11 +88,11 @@ def shard(
             of a call: ranks have parts of different shapes, or other initial weights.
     """
     device_model = _check_arguments(cell, mesh, mode, inputs, device_model)
-    arriving = inputs if isinstance(inputs, (str, dict)) else {}
+    arriving = None if isinstance(inputs, str) else inputs if isinstance(inputs, dict) else {}
     declarations = collect_declarations(cell, config, plan)
     layouts = _declared_layouts(cell, mesh, declarations)
     whole = {path: Layout.on(mesh, ((),) * p.ndim) for path, p in cell.parameters_and_names() if path not in layouts}
-    if inputs is not None and inputs is not arriving:
+    if not isinstance(inputs, (str, dict, type(None))):
         layouts = _derived_layouts(cell, mesh, declarations, layouts | whole, frozenset(whole), inputs, device_model)
     _place_parameters(cell, whole | layouts, seed)
     intercept_operators()

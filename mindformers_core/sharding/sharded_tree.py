@@ -58,7 +58,7 @@ class ShardedTree:
             compiled part by part the paths of the recomputed Cells, and those of the units.
         compiled_cells: the `CompiledCells` that call the compiled parts of a running program, or None.
         arriving: name of an argument of the root -> the layout in which plain tensors come, where it isn't the declared
-            one; or `"full_batch"`: they are global, not this rank's parts.
+            one; None: plain tensors are global, not this rank's parts.
         check_inputs: whether ranks compare the root's inputs before its first call with a signature.
     """
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import mindspore as ms
 
-from mindformers_core.checkpoint.adapters import merge, open_base, read_config
+from mindformers_core.checkpoint.adapters import merge
 from mindformers_core.checkpoint.checkpointer import Checkpointer
 from mindformers_core.checkpoint.folders import find_checkpoint, newest_checkpoint, step_folder
 from mindformers_core.checkpoint.hugging_face import check_config, config_document, ignored_tensors, tensor_name
@@ -66,7 +66,7 @@ def _with_average(checkpoint):
 
 def _check_adapters(section, checkpoint):
     """Raise `ValueError` where the adapters of a `Checkpoint` aren't those of a recipe's section."""
-    found = read_config(checkpoint)
+    found = checkpoint.adapters
     own = {"rank": section.rank, "alpha": section.rank if section.alpha is None else section.alpha}
     for key, theirs in {"rank": found["r"], "alpha": found["lora_alpha"]}.items() if found else ():
         if own[key] != theirs:
@@ -81,7 +81,8 @@ def resume(job, checkpoint):
             sequences, or no step is left.
     """
     recipe, checkpointer, job.loaded_config = job.recipe, job.checkpointer, checkpoint.config
-    state = None if recipe.checkpoint.no_load_optim else checkpointer.state_of(checkpoint)
+    state = checkpointer.state_of(checkpoint)
+    state = None if recipe.checkpoint.no_load_optim else state
     if state:
         if recipe.training.seed != state["seed"]:
             raise ValueError(
@@ -91,9 +92,7 @@ def resume(job, checkpoint):
         goes_on = recipe.train_dataset.on_change == "go_on"
         with errors_at(f"train_dataset: {checkpoint.folder}: "):
             job.dataset = job.dataset.resumed(state.get("data", {"facts": {}}), state["consumed"], goes_on)
-    for source in checkpointer.sources(checkpoint):
-        is_whole = bool(state) and source is checkpoint
-        fill(source, checkpointer.parts(is_whole, source), recipe, job.mesh, job.rank, converts=not is_whole)
+    fill(checkpoint, checkpointer.parts(bool(state), checkpoint), recipe, job.mesh, job.rank, converts=not state)
     if state:
         job.step, job.consumed = job.checkpointer.restore(state), state["consumed"]
         job.skipped, job.skipped_in_a_row = (state.get(name, 0) for name in ("skipped", "skipped_in_a_row"))
@@ -121,9 +120,8 @@ def fill(checkpoint, parts, recipe, mesh, rank, converts=True):
 
 def fill_weights(checkpoint, cells, recipe, mesh, rank):
     """Fill the weights of a rank's stages, and their adapters, with those of a `Checkpoint`, as `fill`."""
-    parts, base = model_parts(cells.values(), rank, tensor_name(recipe.spec)), open_base(checkpoint)
-    for source in filter(None, (base, checkpoint)):
-        fill(source, parts_of(source, parts), recipe, mesh, rank)
+    parts = model_parts(cells.values(), rank, tensor_name(recipe.spec))
+    fill(checkpoint, parts_of(checkpoint, parts), recipe, mesh, rank)
 
 
 def checkpointer_of(recipe, mesh, cells, optimizer):
@@ -225,7 +223,7 @@ def convert(source, target, recipe=None):
 
     if target.endswith(".ckpt"):
         checkpoint = open_checkpoint(find_checkpoint(source))
-        if checkpoint.has_adapters:
+        if checkpoint.adapters:
             raise ValueError(f"{checkpoint.folder} has adapters alone: convert it to a folder first, which merges them")
         if config is not None:
             config(checkpoint.config, os.path.join(checkpoint.folder, CONFIG))

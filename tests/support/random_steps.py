@@ -221,7 +221,7 @@ def check_recipe(seed):
         "parallelism.zero_level": one_of(random, [0, 1, 2, 3]) if dp > replicas else 0,
         "parallelism.zero_threshold_kb": one_of(random, [0, 1]),
         "training.local_batch_size": rows,
-        "training.global_batch_size": rows * dp * one_of(random, [1, 1, 2]),
+        "training.global_batch_size": rows * dp * one_of(random, [1, 1, 2]) - one_of(random, [0, 1, 2]),
         "model.num_hidden_layers": max(2, stages),
         "model.tie_word_embeddings": bool(random.integers(2)),
         "model.num_key_value_heads": one_of(random, [2, 4]),
