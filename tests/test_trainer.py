@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 from functools import cache
 
@@ -19,6 +20,7 @@ from mindformers_core.files import lock_folder
 from mindformers_core.passes.thread_tape import custom_gradients
 from mindformers_core.recipe.loader import load_recipe
 from mindformers_core.recipe.sections import recipe_mesh
+from mindformers_core.redistribution.device_model import GPU
 from mindformers_core.trainer import records
 
 sys.path.insert(0, str(ROOT / "examples"))
@@ -30,11 +32,12 @@ def test_a_loop_of_the_users(tmp_path):
     options = [*SMALL, f"train_dataset.cache_dir={tmp_path / 'cache'}", "checkpoint.async_save=true"]
     options += ["checkpoint.enable_save=true", "checkpoint.save_interleaved_steps=2"]
     options += [f"evaluation.dataset={{data_path: [{ROOT / 'README.md'}]}}", "evaluation.interval=3"]
-    options += ["evaluation.samples=5"]
+    options += ["evaluation.samples=5", "monitor.gradient_norms=['*norm*']", "precision.loss_scale=2"]
+    options += ["training.average_decay=0.9", "context.device_model=CPU"]
     Trainer(ONE_RANK, *options, f"training.output_dir={tmp_path / 'whole'}").run()
     job, folder, waiting = Trainer(ONE_RANK, *options, f"training.output_dir={tmp_path / 'a'}"), tmp_path / "a", []
     for row in job.steps():
-        waiting.append(isinstance(row._numbers["loss"], ms.Tensor))
+        waiting.append(isinstance(row.data["loss"], ms.Tensor))
         row["own"] = row["step"] / 2
         if row["step"] == 4:
             break
@@ -51,6 +54,11 @@ def test_a_loop_of_the_users(tmp_path):
     assert [step for step, loss in rows.items() if loss] == [3, 6] and rows[6] < rows[3]
     assert rows[6] == pytest.approx(job.evaluate()["eval_loss"], 1e-6)
     assert rows == {row["step"]: row.get("eval_loss") for row in rows_of(tmp_path / "whole")}
+    found = {key for row in rows_of(folder) for key in row} - {"own"} | {"not_finite", "eval_NAME"}
+    given = {"gradient_norm *norm*": "gradient_norm PATTERN"}
+    given |= {f"average_eval_{name}": "average_eval_NAME" for name in ("loss", "perplexity")}
+    page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    assert {given.get(key, key) for key in found} == set(re.findall(r"^\| `([^`]*)` \|", page, re.M))
     with pytest.raises(ValueError, match="evaluation.dataset: missing: training data would be evaluated"):
         load_recipe(ONE_RANK, ["evaluation.interval=1"])
     with pytest.raises(ValueError, match="evaluation.dataset.data_pth: unknown key .did you mean 'data_path'"):
@@ -70,6 +78,9 @@ SIZES = (
     "model.num_key_value_heads=2", "training.local_batch_size=4", "training.global_batch_size=8",
     "train_dataset.seq_length=16", "evaluation.samples=11",
 )  # fmt: skip
+# Of a step of 8 sequences of 16 tokens: of each token and layer 2 x (q, k, v, o; gate, up, down), and for both products
+# of attention 2 x 16 scores of 16 values, then the head of 256 classes; the backward pass has twice as many.
+LLAMA_OPERATIONS = 3 * 8 * 16 * (2 * (2 * (16 * 16 * 2 + 16 * 8 * 2 + 3 * 16 * 24) + 4 * 16 * 16) + 2 * 16 * 256)
 OWN = str(ROOT / "examples" / "own_model.yaml")
 OWN_SIZES = "model.dropout=0.25", "training.local_batch_size=4", "training.global_batch_size=8", "evaluation.samples=11"
 
@@ -107,14 +118,18 @@ class Counts:
 
 def evaluations(recipe, *overrides, data=None, evaluates=True):
     """What all ranks find, alike: an evaluation, the loss of a step, an evaluation, the loss of another step."""
-    recipe = load_recipe(recipe, [*overrides, "evaluation.metrics=[test_trainer:Counts]"])
+    given = "evaluation.metrics=[test_trainer:Counts]", "context.device_model=GPU"
+    recipe = load_recipe(recipe, [*overrides, *given])
     mesh = recipe_mesh(recipe)
     ms.runtime.launch_blocking()
 
     def work(rank):
         job, found = Trainer(recipe, mesh=mesh, dataset=data), []
         for _ in range(2):
-            found += [job.evaluate(job.dataset) if evaluates else None, job.train_step()["loss"]]
+            found += [job.evaluate(job.dataset) if evaluates else None, (row := job.train_step())["loss"]]
+        if data is HELD and recipe.context.engine == "generated":
+            operations = row["mfu"] * row["seconds"] * GPU.operations_per_second * mesh.size
+            assert operations == pytest.approx(LLAMA_OPERATIONS, 1e-9)
         assert all(child.training for cell in job.cells.values() for _, child in cell.cells_and_names())
         return found
 
@@ -156,3 +171,40 @@ def test_an_evaluation_changes_nothing():
     expected = one_card(OWN, *OWN_SIZES, *parallel())
     for one, other in zip(expected[::2], found[::2], strict=True):
         assert one["eval_loss"] == pytest.approx(other["eval_loss"], 1e-6)
+
+
+def test_the_moving_average_of_weights(tmp_path):
+    """By its formula; begun on one mesh, resumed on another one, evaluated, and loaded as weights, as of one card."""
+    ms.runtime.launch_blocking()
+    given = [*SIZES, "training.average_decay=0.5", f"training.output_dir={tmp_path}", "training.steps=9"]
+    given.append("lr_scheduler.warmup_steps=0")
+
+    def averages(steps, *overrides):
+        recipe = load_recipe(LLAMA, [*given, *overrides])
+
+        def work(rank):
+            job = Trainer(recipe, mesh=recipe_mesh(recipe), dataset=HELD)
+            expected = [each.asnumpy().copy() for each in job.optimizer.average.averages]
+            for _ in range(steps):
+                job.train_step()
+                pairs = zip(expected, job.optimizer.parameters, strict=True)
+                expected = [0.5 * (average + weight.asnumpy()) for average, weight in pairs]
+            with job.optimizer.average.in_place():
+                found = job.evaluate(HELD)["eval_loss"]
+            for average, one in zip(job.optimizer.average.averages, expected, strict=True):
+                np.testing.assert_allclose(average.asnumpy(), one, 1e-6, 1e-8)
+            job.save()
+            return found, job.evaluate(HELD)["eval_loss"]
+
+        with custom_gradients():
+            found, *others = SimulatedRanks(recipe_mesh(recipe).size).run(work)
+        assert all(other == found for other in others)
+        return found
+
+    one = averages(3, *parallel(), f"training.output_dir={tmp_path / 'one'}")
+    assert one[0] > one[1] * 1.0001
+    averages(2, *parallel(dp=2, zero_level=3, zero_threshold_kb=0))
+    resumed = averages(1, *parallel(pp=2), "training.resume=auto")
+    np.testing.assert_allclose(resumed, one, 1e-6)
+    resumed = averages(0, *parallel(), f"checkpoint.load_path={tmp_path}", "checkpoint.load_average=true")
+    np.testing.assert_allclose(resumed, [one[0]] * 2, 1e-6)

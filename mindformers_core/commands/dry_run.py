@@ -119,7 +119,8 @@ def _facts_of_rank(recipe, cells, live):
                 lines += [f"stage {stage}:", *(f"  {line}" for line in explained.lines)]
             else:
                 lines += explained.lines
-    reports = [memory_report(net, state_bytes=recipe.optimizer.state_bytes, compiled=at_once) for net in cells.values()]
+    state_bytes = recipe.optimizer.state_bytes + 4 * (recipe.training.average_decay is not None)
+    reports = [memory_report(net, state_bytes=state_bytes, compiled=at_once) for net in cells.values()]
     fullest = max(("pass", "update"), key=lambda moment: sum(each.computed[moment].total for each in reports))
     figures, shards = [each.computed[fullest] for each in reports], reports[0].step.settings.shard_size
     nbytes = {kind: sum(getattr(each, kind) for each in figures) for kind in [*_TITLES][:-2]}

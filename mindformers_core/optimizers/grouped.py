@@ -28,6 +28,7 @@ class GroupedOptimizer(nn.Cell):
         placed: of each parameter the `Placed`, in the same order.
         members: the optimizers.
         scalar_names: of what `scalars` returns, alike on ranks with other parameters.
+        average: the `AveragedWeights` of the parameters, which is called after a step; or None.
 
     Raises:
         TypeError, ValueError: a class that isn't as `components.Optimizer` says, or refuses its settings.
@@ -35,7 +36,7 @@ class GroupedOptimizer(nn.Cell):
 
     def __init__(self, parameters, settings):
         super().__init__(auto_prefix=False)  # parameters and states keep their names
-        self.parameters, self.settings = ms.ParameterTuple(parameters), settings
+        self.parameters, self.settings, self.average = ms.ParameterTuple(parameters), settings, None
         self.placed = [settings.placed(p.name, len(getattr(p, "global_shape", p.shape))) for p in parameters]
         kind = import_object(getattr(settings, "component", settings.type), "optimizer.type")
         members, places, groups = self._made(kind) if parameters else ([], [], [])

@@ -13,6 +13,7 @@ import yaml
 
 from mindformers_core.components import named_section
 from mindformers_core.hints import nearest
+from mindformers_core.lazy_exports import import_object
 from mindformers_core.models.spec import DEFAULT_MODEL, model_spec
 from mindformers_core.optimizers.settings import OPTIMIZERS, AdamWSettings, optimizer_base
 from mindformers_core.ranges import check_range
@@ -89,8 +90,11 @@ def evaluated(recipe):
     """The recipe with the data of its section `evaluation` in the place of `train_dataset`.
 
     Raises:
-        TypeError, ValueError: a wrong key there; no key, so that it would be the training data.
+        TypeError, ValueError: a wrong key there; no key, so that it would be the training data; no such metric.
     """
+    with errors_at("evaluation.metrics: "):
+        for path in recipe.evaluation.metrics:
+            import_object(path, "metric")
     if not recipe.evaluation.dataset:
         raise ValueError(
             "evaluation.dataset: missing: training data would be evaluated: give the keys of train_dataset that "

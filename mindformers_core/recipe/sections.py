@@ -34,6 +34,7 @@ class Training:
     global_batch_size: int | None = bounded(None, 1, _MANY)  # sequences of one step, of all dp ranks together
     gradient_accumulation_steps: int | None = bounded(None, 1, 10**6)  # forward passes (or pipeline runs) of one step
     max_norm: float = bounded(1.0, 0.0, 1e12)  # largest global norm of the gradients; 0: no clipping
+    average_decay: float | None = bounded(None, 0.0, below=1)  # of a moving average of weights, as 0.999; default: none
     seed: int = bounded(42, 0, 2**32 - 1)
     output_dir: str = ""  # run folder; default output/<name of the recipe's file>
     resume: Literal["auto"] | None = None  # auto: from the run folder's newest checkpoint, if there is one
@@ -121,6 +122,7 @@ class Checkpoint:
     when_busy: Literal["wait", "skip"] = "wait"  # with async_save: for a checkpoint that is still being written
     load_path: str = ""  # a run folder (its newest checkpoint), one of its checkpoint/step_N, or a Hugging Face folder
     no_load_optim: bool = False  # load weights only, and begin at step 0
+    load_average: bool = False  # load the moving average of the weights in their place, and nothing else
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from mindformers_core.checkpoint.mindspore_files import read_ckpt, write_ckpt
 from mindformers_core.checkpoint.save import SaveError
 from mindformers_core.checkpoint.tensors import load_parameters, model_parts, parts_of, ranks_of
 from mindformers_core.hints import first_of
+from mindformers_core.optimizers.average import PREFIX
 from mindformers_core.recipe.loader import recipe_to_dict
 from mindformers_core.scopes import errors_at
 
@@ -43,7 +44,24 @@ def open_source(recipe):
             where = os.path.join(checkpoint.folder, CONFIG)
             check_config(recipe.spec, recipe.model_name, recipe.model, checkpoint.config, where)
         _check_adapters(recipe.adapters, checkpoint)
-    return checkpoint
+    return _with_average(checkpoint) if recipe.checkpoint.load_average else checkpoint
+
+
+def _with_average(checkpoint):
+    """A `Checkpoint` with the moving averages of weights in the place of these, and no state."""
+    averages = {name: ("optimizer", PREFIX + name) for _, name in checkpoint.tensors}
+    found = {name: key for name, key in averages.items() if key in checkpoint.tensors}
+    if not found:
+        raise ValueError(
+            f"checkpoint.load_average: {checkpoint.folder} has no moving average of weights: it is saved where "
+            "training.average_decay is given"
+        )
+    tensors, pieces = (
+        {key: of_key for key, of_key in each.items() if key[0] == "model"}
+        | {("model", name): each[key] for name, key in found.items()}
+        for each in (checkpoint.tensors, checkpoint.pieces)
+    )
+    return replace(checkpoint, tensors=tensors, pieces=pieces, state=None)
 
 
 def _check_adapters(section, checkpoint):

@@ -2,16 +2,14 @@
 
 import math
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
-from itertools import groupby
+from itertools import groupby, islice
 
 import mindspore as ms
 
-from mindformers_core.data.datasets import dataset_of
+from mindformers_core.batches import BatchPlan
 from mindformers_core.data.reading import batch_layouts, local_batch
 from mindformers_core.lazy_exports import import_object
-from mindformers_core.recipe.loader import evaluated
-from mindformers_core.scopes import errors_at, replaced
+from mindformers_core.scopes import replaced
 from mindformers_core.sharding.sharded_cells import tree_of
 
 
@@ -37,57 +35,39 @@ class Loss:
         return {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf}
 
 
-class Evaluator:
-    """Evaluates the Cells of a job; all ranks call it alike.
+def evaluate(recipe, plan, rank, cells, forward, dataset):
+    """The metrics of the first `evaluation.samples` samples: a dict, "eval_" and the name -> number; all ranks call it.
+
+    The Cells compute as for inference: nothing is dropped, no statistics change, and no gradients are kept. MindSpore's
+    generator stays as it is.
 
     Args:
-        recipe: the `Recipe`, with a section `evaluation`.
-        plan: the `BatchPlan` of a step.
+        recipe, plan: the `Recipe`, and the `BatchPlan` of a step.
         rank: this rank's number.
         cells: from `build_cells`.
         forward: see `model_passes`.
-        dataset: see `dataset_of`. Default: that of `evaluation.dataset`.
-
-    Raises:
-        ValueError, FileNotFoundError: there is no such dataset, or no such metric.
+        dataset: see `dataset_of`.
     """
+    layouts, form, found = batch_layouts(recipe, cells), recipe.spec.loss, []
+    alike = [each.replace(dims=[tuple(a for a in dim if a != "dp") for dim in each.dims]) for each in layouts]
 
-    def __init__(self, recipe, plan, rank, cells, forward, dataset=None):
-        self._recipe, self._plan, self._rank, self._cells, self._forward = recipe, plan, rank, cells, forward
-        self._layouts = batch_layouts(recipe, cells)
-        self._alike = [each.replace(dims=[_without_dp(dim) for dim in each.dims]) for each in self._layouts]
-        with errors_at("evaluation.metrics: ", kinds=ValueError):
-            self._metrics = [import_object(path, "metric") for path in recipe.evaluation.metrics]
-        self._dataset = dataset_of(evaluated(recipe)) if dataset is None else dataset
+    def batch(first, rows, is_alike):
+        ranks = 1 if is_alike else plan.ranks
+        given = BatchPlan(rows * ranks, ranks, rows), alike if is_alike else layouts
+        return [ms.Tensor(array[0]) for array in local_batch(*given, rank, {}, dataset, first)]
 
-    def run(self):
-        """The metrics of the first `evaluation.samples` samples: a dict, "eval_" and the name -> number.
-
-        The Cells compute as for inference: nothing is dropped, no statistics change, and no gradients are kept.
-        MindSpore's generator stays as it is.
-        """
-        section, plan, form = self._recipe.evaluation, self._plan, self._recipe.spec.loss
-        passes = evaluation_passes(section.samples, plan.size, plan.ranks)
-        metrics, found = [Loss(form), *(metric() for metric in self._metrics)], []
-        with inference(self._cells.values()):
-            for (rows, is_alike), alike in groupby(passes, key=lambda each: each[1:]):
-                firsts = [first for first, *_ in alike]
-                for start in range(0, len(firsts), plan.micro_batches):
-                    run = firsts[start : start + plan.micro_batches]
-                    results = self._forward([self._batch(first, rows, is_alike) for first in run])
-                    samples = rows * len(run) * (1 if is_alike else plan.ranks)
-                    found.append((results, samples, plan.ranks if is_alike and form == "sum" else 1))
-        for results, samples, times in found:  # are read when all are computed
-            numbers = tuple(each.item() / times for each in results if each.ndim == 0)
-            for metric in metrics:
-                metric.update(numbers, samples)
-        return {f"eval_{name}": value for metric in metrics for name, value in metric.compute().items()}
-
-    def _batch(self, first, rows, is_alike):
-        """A rank's arrays of a pass over samples from the first one on."""
-        plan = replace(self._plan, samples=rows * (1 if is_alike else self._plan.ranks), size=rows, micro_batches=1)
-        plan, layouts = (replace(plan, ranks=1), self._alike) if is_alike else (plan, self._layouts)
-        return [ms.Tensor(array[0]) for array in local_batch(plan, layouts, self._rank, {}, self._dataset, first)]
+    metrics = [Loss(form), *(import_object(path, "metric")() for path in recipe.evaluation.metrics)]
+    passes = evaluation_passes(recipe.evaluation.samples, plan.size, plan.ranks)
+    with inference(cells.values()):
+        for kind, of_kind in groupby(passes, key=lambda each: each[1:]):
+            while run := [*islice(of_kind, plan.micro_batches)]:
+                found.append((kind, len(run), forward([batch(*each) for each in run])))
+    for (rows, is_alike), count, results in found:  # are read when all are computed
+        times = plan.ranks if is_alike and form == "sum" else 1
+        numbers = tuple(each.item() / times for each in results if each.ndim == 0)
+        for metric in metrics:
+            metric.update(numbers, rows * count * (1 if is_alike else plan.ranks))
+    return {f"eval_{name}": value for metric in metrics for name, value in metric.compute().items()}
 
 
 def evaluation_passes(samples, rows, parts):
@@ -106,23 +86,14 @@ def evaluation_passes(samples, rows, parts):
     return passes + [(first, min(rows, samples - first), True) for first in range(samples - left, samples, rows)]
 
 
-def _without_dp(axes):
-    return tuple(axis for axis in axes if axis != "dp")
-
-
 @contextmanager
 def inference(cells):
     """While open, Cells compute as for inference; then their flags, and MindSpore's generator, are as before."""
-    children = [child for cell in cells for _, child in cell.cells_and_names()]
-    flags, state = [child.training for child in children], ms.get_rng_state()
-    for cell in cells:
-        cell.set_train(False)
-    try:
-        with ExitStack() as unchecked:  # samples that ranks are given alike
-            for cell in cells:
-                unchecked.enter_context(replaced(tree_of(cell), check_inputs=False))
-            yield
-    finally:
-        for child, is_training in zip(children, flags, strict=True):
-            child.set_train(is_training)  # also those below, which follow
-        ms.set_rng_state(state)
+    with ExitStack() as held:
+        held.callback(ms.set_rng_state, ms.get_rng_state())
+        for cell in cells:
+            held.enter_context(replaced(tree_of(cell), check_inputs=False))  # ranks may be given samples alike
+            for _, child in reversed([*cell.cells_and_names()]):  # at the end those around others come first
+                held.callback(child.set_train, child.training)
+            cell.set_train(False)
+        yield

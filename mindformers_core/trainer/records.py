@@ -6,7 +6,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import MutableMapping
+from collections import UserDict
 
 from mindformers_core.explaining import pictures
 from mindformers_core.files import lock_folder, write_whole
@@ -19,31 +19,13 @@ _BAR_WIDTH = 24
 _PATIENCE = 1.0  # seconds after which a row is due
 
 
-class Row(MutableMapping):
+class Row(UserDict):
     """The numbers of a step by name: docs/metrics.md. A tensor is read from the device when its number is asked for."""
 
-    def __init__(self, **numbers):
-        self._numbers = numbers
-
     def __getitem__(self, name):
-        if hasattr(value := self._numbers[name], "asnumpy"):
-            value = self._numbers[name] = float(value.asnumpy())
+        if hasattr(value := self.data[name], "asnumpy"):
+            value = self.data[name] = float(value.asnumpy())
         return value
-
-    def __setitem__(self, name, value):
-        self._numbers[name] = value
-
-    def __delitem__(self, name):
-        del self._numbers[name]
-
-    def __iter__(self):
-        return iter(self._numbers)
-
-    def __len__(self):
-        return len(self._numbers)
-
-    def __repr__(self):
-        return f"Row({dict(self)})"
 
 
 class Recorder:

@@ -7,6 +7,7 @@ from mindspore import ops
 
 from mindformers_core.checkpoint.tensors import states_of
 from mindformers_core.communication.world import process_state
+from mindformers_core.optimizers.average import AveragedWeights
 from mindformers_core.optimizers.grouped import GroupedOptimizer
 from mindformers_core.tensor_parallel import jit
 from mindformers_core.tensor_parallel.clipping import ClipByGlobalNorm
@@ -39,6 +40,8 @@ def step_parts(recipe, mesh, cells, loss_scale=None):
     functions = model_passes if recipe.parallelism.pipeline_parallel == 1 else pipeline_passes
     parameters, run, clipping, forward = functions(recipe, mesh, cells, loss_scale)
     optimizer = GroupedOptimizer(parameters, recipe.optimizer)
+    if recipe.training.average_decay is not None:
+        optimizer.average = AveragedWeights(parameters, recipe.training.average_decay)
     clip = ClipByGlobalNorm(optimizer.parameters, recipe.training.max_norm, **clipping)
     return run, clip, optimizer, forward
 
@@ -69,10 +72,12 @@ def step_function(recipe, mesh, cells, loss_scale=None):
             norms = norms + (each.norm(gradients),)
         return norms
 
-    count, states = len(optimizer.scalar_names), _numbered_states(optimizer)
+    count, states, average = len(optimizer.scalar_names), _numbered_states(optimizer), optimizer.average
 
     def update(norm, *tensors):
         optimizer(clip.clipped(tensors[count:], norm), *tensors[:count])
+        if average is not None:
+            average()
 
     norm_of, update = map(jit, (norm_of, update)) if recipe.context.mode == 0 else (norm_of, update)
 

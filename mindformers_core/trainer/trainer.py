@@ -20,8 +20,9 @@ from mindformers_core.data.streams import Ahead
 from mindformers_core.diff.recorder import perturb
 from mindformers_core.hints import first_of
 from mindformers_core.optimizers.settings import Placed, placed_lines
+from mindformers_core.recipe.checks import recipe_device_model
 from mindformers_core.recipe.learning_rate import learning_rate
-from mindformers_core.recipe.loader import load_recipe, recipe_to_yaml
+from mindformers_core.recipe.loader import evaluated, load_recipe, recipe_to_yaml
 from mindformers_core.recipe.sections import batch_plan
 from mindformers_core.sharding.replicas import check_replicas
 from mindformers_core.trainer import records
@@ -34,8 +35,9 @@ from mindformers_core.trainer.checkpoints import (
     resume,
     save_job,
 )
-from mindformers_core.trainer.evaluation import Evaluator
+from mindformers_core.trainer.evaluation import evaluate
 from mindformers_core.trainer.joining import enter_world
+from mindformers_core.trainer.measuring import model_operations, peak_memory
 from mindformers_core.trainer.recording import start_recording
 from mindformers_core.trainer.step import step_function
 
@@ -99,10 +101,13 @@ class Trainer:
         self.checkpointer = checkpointer_of(recipe, mesh, self.cells, self.optimizer)
         self.step = self.consumed = self.skipped = self.skipped_in_a_row = 0
         self.loaded_config = self.summary = None
-        self._evaluator = self._evaluator_of(None) if recipe.evaluation.interval else None
+        self._operations = self._operations_of_step()
+        self._held_out = dataset_of(evaluated(recipe)) if recipe.evaluation.interval else None
         self._has_folder = False
         if checkpoint is not None:
             resume(self, checkpoint)
+        if self.optimizer.average and self.step == 0:
+            self.optimizer.average.begin()
         if recipe.monitor.perturb:
             perturb(self.optimizer.parameters, recipe.monitor.perturb, self.rank)
 
@@ -146,11 +151,17 @@ class Trainer:
                         if is_due:
                             raise FloatingPointError(row["not_finite"])
                         self._compare_replicas(is_due=at_end)
+                        if at_end or self.step % self.recipe.monitor.log_interval == 0:
+                            peaks = ranks_of(self.mesh, self.rank).gather(peak_memory())
+                            row["memory_bytes"], row["memory_rank"] = max((peaks[rank], rank) for rank in peaks)
                         if section.enable_save and (at_end or self.step % section.save_interleaved_steps == 0):
                             is_due = True
                             save_job(self)
-                        if self._evaluator and (at_end or self.step % self.recipe.evaluation.interval == 0):
-                            row.update(self._evaluator.run())
+                        if self._held_out and (at_end or self.step % self.recipe.evaluation.interval == 0):
+                            row.update(self.evaluate())
+                            if self.optimizer.average:
+                                with self.optimizer.average.in_place():
+                                    row.update((f"average_{name}", each) for name, each in self.evaluate().items())
                         yield row
                     finally:
                         recorder.add(row, is_due or at_end)
@@ -172,15 +183,14 @@ class Trainer:
         return save_job(self)
 
     def evaluate(self, dataset=None):
-        """The loss, perplexity and other metrics of held-out samples: a dict, see `Evaluator.run`.
+        """The loss, perplexity and other metrics of held-out samples: a dict, see `evaluate`.
 
         Args:
             dataset: an object with `batch(first, count)`. Default: that of the recipe's `evaluation.dataset`.
         """
-        return (self._evaluator if self._evaluator and dataset is None else self._evaluator_of(dataset)).run()
-
-    def _evaluator_of(self, dataset):
-        return Evaluator(self.recipe, self.plan, self.rank, self.cells, self._forward, dataset)
+        if dataset is None:
+            dataset = self._held_out or dataset_of(evaluated(self.recipe))
+        return evaluate(self.recipe, self.plan, self.rank, self.cells, self._forward, dataset)
 
     def train_step(self):
         """Run one optimizer step, without records; returns its `Row`.
@@ -210,6 +220,8 @@ class Trainer:
             seconds=seconds,
             tokens_per_second=self.plan.samples * self.recipe.train_dataset.seq_length / seconds,
         )
+        if self._operations is not None:
+            row["mfu"] = self._operations / seconds
         row.update(zip(map("gradient_norm {}".format, self.recipe.monitor.gradient_norms), norms))
         if scale:
             row["loss_scale"] = value
@@ -218,6 +230,21 @@ class Trainer:
         if odd is not None:
             row["not_finite"] = self._not_finite(row["loss"], norm, odd)
         return row
+
+    def _operations_of_step(self):
+        """The operations of a step over those that all ranks could do in a second, by `context.device_model`; or None.
+
+        All ranks call this.
+        """
+        device = recipe_device_model(self.recipe)
+        if device is None:
+            return None
+        stages = ranks_of(self.mesh, self.rank).gather(model_operations(self.cells.values()))
+        if None in stages.values():
+            return None
+        share = self.mesh.axis_size("pp") / self.mesh.size  # of the ranks, one for each stage
+        operations = sum(stages.values()) * share * self.plan.samples / self.plan.rows
+        return operations / (device.operations_per_second * self.mesh.size)
 
     def _not_finite(self, loss, norm, names):
         """What a step says that made no update, for the `names` of this rank; all ranks call this."""
