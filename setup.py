@@ -9,7 +9,8 @@ EXTRAS = {
     "plot": ["matplotlib>=3.7"],
     "dev": ["ruff>=0.5"],
     "tensorboard": ["tensorboard>=2.12"],
-    "tokenizer": ["tokenizers>=0.15"],
+    "tokenizer": ["tokenizers>=0.15", "jinja2>=3.1"],
+    "parquet": ["pyarrow>=14"],
 }
 
 setup(

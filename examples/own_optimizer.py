@@ -25,7 +25,8 @@ class Lion(nn.Cell):
             weight, moment = self.parameters[index], self.moments[index]
             step = ops.sign(self.betas[0] * moment + (1 - self.betas[0]) * gradient)
             ops.assign(moment, self.betas[1] * moment + (1 - self.betas[1]) * gradient)
-            ops.assign(weight, weight - rate * (step + self.weight_decay * weight))
+            moved = weight - rate * (step + self.weight_decay * weight)  # in float32, also of a weight in float16
+            ops.assign(weight, ops.cast(moved, weight.dtype))
 
 
 def cycles(step, steps, learning_rate=1e-3, count=2):

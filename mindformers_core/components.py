@@ -72,6 +72,18 @@ class Stream(Protocol):
         """The samples from index `first` on: a tuple of arrays with `count` rows, the same at every call."""
 
 
+class Metric(Protocol):
+    """What `evaluation.metrics` names by import path: a class, one object of which is made for each evaluation."""
+
+    def update(self, results, samples):
+        """Add what forward passes gave together: a tuple of the model's scalar results, floats that are the same on all
+        ranks, and the number of samples. Of a model whose loss is a sum, results are sums over these samples.
+        """
+
+    def compute(self):
+        """The metrics: a dict, name -> number; "eval_" comes before each name."""
+
+
 def named_section(name, key, known, base, first, given):
     """The dataclass of the section of a recipe whose key `key` names a component.
 

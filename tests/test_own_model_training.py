@@ -25,11 +25,13 @@ from mindformers_core.communication.world import process_state
 from mindformers_core.data.datasets import open_dataset
 from mindformers_core.explaining.pictures import BLUE, YELLOW
 from mindformers_core.files import lock_folder
+from mindformers_core.hints import columns
 from mindformers_core.layout import layout
 from mindformers_core.models import LayerRange, ModelSpec
 from mindformers_core.operators import tensor_meta
 from mindformers_core.recipe.loader import load_recipe
 from mindformers_core.recipe.sections import TrainDataset
+from mindformers_core.scopes import errors_at, origin_of
 from mindformers_core.sharding.initialize import materialize
 from mindformers_core.trainer import trainer
 from mindformers_core.trainer.records import draw_losses, metrics_writer
@@ -315,6 +317,11 @@ def test_ends_of_commands(tmp_path, monkeypatch, capfd):
         assert main(["check", str(tmp_path)]) == code
         *trace, last = capfd.readouterr().err.splitlines()
         assert last.startswith(said) and trace[0].startswith("Traceback")
+    with pytest.raises(TypeError, match="^there: ") as defect, errors_at("there: "):
+        columns([1])  # fails within
+    with pytest.raises(ValueError, match="^here: ") as mistake, errors_at("here: "):
+        int("x")
+    assert [origin_of(each.value) for each in (defect, mistake)] == ["package", "raise"]
 
 
 def _raise(error, *_):

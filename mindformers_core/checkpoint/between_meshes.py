@@ -39,7 +39,7 @@ def relayout(source, target, source_optimizer=None, target_optimizer=None):
     Args:
         source, target: Cells after `shard()`, `hsdp()`, or neither; lists of the Cells of pipeline stages; or `()` on a
             rank outside of that mesh. Build the target under `mindspore.DeviceCtx("meta")`: its values are replaced.
-        source_optimizer, target_optimizer: `AdamW`s or `Lamb`s of these Cells, whose moments move, too.
+        source_optimizer, target_optimizer: optimizers of these Cells, whose moments move, too.
 
     Returns:
         The `RelayoutReport` of this rank.

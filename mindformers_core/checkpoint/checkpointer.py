@@ -52,7 +52,7 @@ class Checkpointer:
         folder: of the run; checkpoints are `folder/checkpoint/step_N`.
         cells: the model, or a list of this rank's stages of a pipeline; after `shard()` and `hsdp()`, where these are
             used. Parameters of one path in several Cells are one tensor.
-        optimizer: an `AdamW`, a `Lamb`, or another Cell with the attribute `parameters`, as MindSpore's optimizers have
+        optimizer: a `GroupedOptimizer`, or another Cell with the attribute `parameters`, as MindSpore's optimizers have
             it: its other Parameters are its state, see `optimizer_parts`. Default: None.
         mesh: the `DeviceMesh` of all these ranks. Default: all of the world.
         keep_last, keep_every: numbers of `prune`: checkpoints that stay. Default: all.

@@ -1,4 +1,4 @@
-"""`python -m mindformers_core train | generate | verify | diff | compare | inspect | check | convert`."""
+"""`python -m mindformers_core train | data | generate | verify | diff | compare | inspect | check | convert`."""
 
 import argparse
 import os
@@ -40,7 +40,7 @@ def main(arguments=None):
 
 def _parser():
     parser = argparse.ArgumentParser(prog="python -m mindformers_core", description=_DESCRIPTION)
-    metavar = "train | generate | verify | diff | compare | inspect | check | convert"
+    metavar = "train | data | generate | verify | diff | compare | inspect | check | convert"
     commands = parser.add_subparsers(required=True, metavar=metavar)
     recipe = argparse.ArgumentParser(add_help=False)
     recipe.add_argument("--config", required=True, metavar="FILE", help="the recipe, as configs/llama_tiny_cpu.yaml")
@@ -54,6 +54,7 @@ def _parser():
 
     add = command("train", _train, "train, or with --dry-run show what would be trained", recipe, changed)
     add("--dry-run", action="store_true", help="check and count on the meta device; nothing is allocated")
+    command("data", _data, "what the recipe's data are, and their first samples", recipe, changed)
     add = command("generate", _generate, "continue prompts with the weights of checkpoint.load_path", recipe, changed)
     add("--prompt", action="append", default=[], metavar="TEXT", help="a text; may be repeated")
     add("--prompts", metavar="FILE", help="a file with a prompt on every line")
@@ -115,6 +116,13 @@ def _train(arguments):
     if trainer.rank == 0:
         print(summary)
     return 0
+
+
+def _data(arguments):
+    from mindformers_core.commands.data_report import data_report
+    from mindformers_core.recipe.loader import load_recipe
+
+    print(data_report(load_recipe(arguments.config, arguments.overrides)))
 
 
 def _generate(arguments):

@@ -118,9 +118,8 @@ def _inputs(recipe, count):
 
 def _passes(inputs, plan, slope, names):
     """The passes of a subject of `simulate`: every one of the micro-batches of every run, of all dp ranks together."""
-    passes, count = [], plan.micro_batches
-    parts = zip(*(array.reshape(-1, plan.rows, *array.shape[2:]) for array in inputs))
-    for (run, number), (first, *others) in zip(np.ndindex(plan.runs, count), parts, strict=True):
+    passes, parts = [], zip(*(array.reshape(-1, plan.rows, *array.shape[2:]) for array in inputs))
+    for (run, number), (first, *others) in zip(np.ndindex(plan.runs, plan.micro_batches), parts, strict=True):
         named = dict(zip(names[1:], others, strict=True))
         passes.append(((number, run, 0), (first,), named, lambda losses: [np.full_like(losses[0], slope)]))
     return passes

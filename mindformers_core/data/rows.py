@@ -27,7 +27,7 @@ def documents_of(path, suffix, tokenizer):
         where = f"{path}: row {number}"
         field = next((name for name in _FIELDS if isinstance(row, dict) and name in row), None)
         if field is None:
-            shown = first_of(row) if isinstance(row, dict) else type(row).__name__
+            shown = first_of([*row]) if isinstance(row, dict) else type(row).__name__
             raise ValueError(f"{where} has {shown}, but none of {', '.join(_FIELDS)}")
         if field == "input_ids":
             yield _ids(row, where)

@@ -160,8 +160,11 @@ def _cached(files, suffix, tokenizer, max_bytes, cache):
             unfinished = target + ".unfinished"
             shutil.rmtree(unfinished, ignore_errors=True)
             os.makedirs(unfinished)
-            _write(unfinished, _documents(files, suffix, tokenizer, max_bytes), suffix or tokenizer)
-            os.rename(unfinished, target)
+            try:
+                _write(unfinished, _documents(files, suffix, tokenizer, max_bytes), suffix or tokenizer)
+                os.rename(unfinished, target)
+            finally:
+                shutil.rmtree(unfinished, ignore_errors=True)
     return target
 
 

@@ -39,8 +39,7 @@ class GroupedOptimizer(nn.Cell):
         self.parameters, self.settings, self.average = ms.ParameterTuple(parameters), settings, None
         self.placed = [settings.placed(p.name, len(getattr(p, "global_shape", p.shape))) for p in parameters]
         kind = import_object(getattr(settings, "component", settings.type), "optimizer.type")
-        with errors_at(f"optimizer.type: {settings.type}: "):
-            members, places, groups = self._made(kind) if parameters else ([], [], [])
+        members, places, groups = self._made(kind) if parameters else ([], [], [])
         self.rates = [rate for rate, _ in groups]
         self.members, self.places = nn.CellList(members, auto_prefix=False), tuple(places)
         counts = [len(_scalars(member, 1, 0.0)) for member in members]
@@ -49,18 +48,27 @@ class GroupedOptimizer(nn.Cell):
 
     def _made(self, kind):
         """The optimizers, the places of their parameters, and their factors of the rate and decays."""
-        _check_kind(kind)
-        own = {entry.name for entry in fields(self.settings)} - _COMMON
-        keywords, groups = {name: getattr(self.settings, name) for name in own}, {}
+        where, settings = f"optimizer.type: {self.settings.type}: ", self.settings
+        with errors_at(where):
+            _check_kind(kind)
+        own = {entry.name for entry in fields(settings)} - _COMMON
+        keywords, groups = {name: getattr(settings, name) for name in own}, {}
         for place, placed in enumerate(self.placed):
             groups.setdefault((placed.rate, placed.decay), []).append(place)
         if issubclass(kind, nn.Optimizer):
-            member = RatedOptimizer(kind, self.parameters, groups, keywords)
-            return [member], [tuple(range(len(self.parameters)))], [(1.0, 0.0)]
+            given = [
+                {"params": [self.parameters[place] for place in places], "weight_decay": decay, "lr": 1.0}
+                for (_, decay), places in groups.items()
+            ]
+            with errors_at(where):
+                made = kind([*given, {"order_params": list(self.parameters)}], learning_rate=1.0, **keywords)
+            factors = [(places[0], rate) for (rate, _), places in groups.items()]
+            return [RatedOptimizer(made, factors)], [tuple(range(len(self.parameters)))], [(1.0, 0.0)]
         members = []
         for (_, decay), places in groups.items():
-            decays = {"weight_decay": decay} if hasattr(self.settings, "weight_decay") else {}
-            members.append(kind([self.parameters[place] for place in places], **keywords, **decays))
+            decays = {"weight_decay": decay} if hasattr(settings, "weight_decay") else {}
+            with errors_at(where):
+                members.append(kind([self.parameters[place] for place in places], **keywords, **decays))
         return members, [*map(tuple, groups.values())], [*groups]
 
     def construct(self, gradients, *scalars):
@@ -100,20 +108,13 @@ class RatedOptimizer(nn.Cell):
     """A `mindspore.nn.Optimizer` whose learning rate is given at every step.
 
     Args:
-        kind: its class.
-        parameters: in the order of the gradients.
-        groups: (factor of the rate, decay) -> places of parameters.
-        keywords: of the class.
+        optimizer: with groups that have a learning rate each.
+        factors: of the rate: pairs (place of a parameter of a group, factor).
     """
 
-    def __init__(self, kind, parameters, groups, keywords):
+    def __init__(self, optimizer, factors):
         super().__init__(auto_prefix=False)
-        given = [
-            {"params": [parameters[place] for place in places], "weight_decay": decay, "lr": 1.0}
-            for (_, decay), places in groups.items()
-        ]
-        self.optimizer = kind([*given, {"order_params": list(parameters)}], learning_rate=1.0, **keywords)
-        self.factors = tuple((places[0], rate) for (rate, _), places in groups.items())  # a group has one Parameter
+        self.optimizer, self.factors = optimizer, tuple(factors)
 
     def construct(self, gradients, rate):
         for place, factor in self.factors:

@@ -25,11 +25,16 @@ class SGD(nn.Cell):
 
     def construct(self, gradients, rate):
         """One step; `rate` is a float32 scalar."""
+        factors = self.factors(gradients)
         for index, gradient in enumerate(gradients):
             weight = ops.cast(self.parameters[index], ms.float32)
-            step = ops.cast(gradient, ms.float32) + self.weight_decay * weight
+            step = factors[index] * (ops.cast(gradient, ms.float32) + self.weight_decay * weight)
             if self.momentum:
                 moment = self.momentum * self.moments[index] + step
                 ops.assign(self.moments[index], moment)
                 step = step + self.momentum * moment if self.nesterov else moment
             ops.assign(self.parameters[index], ops.cast(weight - rate * step, self.parameters[index].dtype))
+
+    def factors(self, gradients):
+        """Of the steps of each parameter."""
+        return [1.0] * len(gradients)

@@ -306,5 +306,4 @@ def dataset_layouts(section, names):
     if len(given) > len(names):
         raise ValueError(f"train_dataset.dataset_strategy: {given} has more layouts than the model inputs {names}")
     with errors_at("train_dataset.dataset_strategy: "):
-        listed = [[entries] if isinstance(entries, str) else entries or () for entries in given]
-        return {name: layout(*entries) for name, entries in zip(names, listed)}
+        return {name: layout(*([each] if isinstance(each, str) else each or ())) for name, each in zip(names, given)}

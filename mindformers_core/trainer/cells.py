@@ -87,8 +87,8 @@ def _arriving(recipe, net, stage):
     """Name of an argument of a stage -> the layout in which it is read, where the recipe gives one."""
     arguments = [*call_signature(type(net).construct).parameters][1:]
     names = recipe.spec.inputs or arguments
-    layouts = dataset_layouts(recipe.train_dataset, names)
-    return {name: given for name, given in layouts.items() if name in arguments and (stage == 0 or name != names[0])}
+    taken = [name for name in arguments if stage == 0 or name != names[0]]
+    return {name: each for name, each in dataset_layouts(recipe.train_dataset, names).items() if name in taken}
 
 
 def shard_settings(recipe):

@@ -1,0 +1,190 @@
+"""Files as tokens: Megatron's, rows, text and conversations by a tokenizer; what is wrong with them."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.launch import ROOT
+from test_training_loop import ONE_RANK
+
+from mindformers_core.commands.command_line import main
+from mindformers_core.data.mixture import Mixture
+from mindformers_core.data.sources import open_tokens
+from mindformers_core.data.streams import Sequences, Stream
+from mindformers_core.data.tokenizing import Tokenizer
+
+DOCUMENTS = [[5, 6, 7], [8, 9, 10], [20, 21]]
+GOLDEN = ROOT / "tests" / "golden"  # megatron_tiny was written by megatron-core 0.16.1
+
+
+def json_lines(folder, *rows):
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def documents(source):
+    return [each.tolist() for each in np.split(np.asarray(source.ids), list(source.starts)[1:])]
+
+
+def test_megatrons_files(tmp_path):
+    source = open_tokens([str(GOLDEN / "megatron_tiny.bin")], str(tmp_path))
+    assert documents(source) == DOCUMENTS and isinstance(source.ids, np.memmap)
+    with pytest.raises(IndexError):
+        source.starts[3]
+
+
+def test_rows_of_json_lines(tmp_path):
+    rows = [{"input_ids": each} for each in DOCUMENTS]
+    source = open_tokens([json_lines(tmp_path, *rows, {"input_ids": []})], str(tmp_path / "cache"))
+    assert documents(source) == DOCUMENTS and source.labels is None
+    masked = open_tokens(
+        [json_lines(tmp_path, *rows, {"input_ids": [1, 2], "labels": [-100, 2]})], str(tmp_path / "cache")
+    )
+    assert masked.labels.tolist() == [True] * 8 + [False, True], "another file is another entry of the cache"
+
+
+def test_rows_of_mindrecord(tmp_path):
+    from mindspore.mindrecord import FileWriter
+
+    writer = FileWriter(str(tmp_path / "rows.mindrecord"), 1)
+    writer.add_schema({"input_ids": {"type": "int32", "shape": [-1]}}, "tokens")
+    writer.write_raw_data([{"input_ids": np.array(each, np.int32)} for each in DOCUMENTS])
+    writer.commit()
+    assert documents(open_tokens([str(tmp_path / "rows.mindrecord")], str(tmp_path / "cache"))) == DOCUMENTS
+
+
+def test_rows_of_parquet(tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+
+    parquet.write_table(pyarrow.table({"input_ids": DOCUMENTS}), tmp_path / "rows.parquet")
+    assert documents(open_tokens([str(tmp_path / "rows.parquet")], str(tmp_path / "cache"))) == DOCUMENTS
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"ids": [1]}, "row 1 has ids, but none of input_ids, messages, text"),
+        ([1], "row 1 has list, but none of"),
+        ({"input_ids": [1.5]}, r"row 1: input_ids of float64 \[1\] should be whole numbers in a row"),
+        ({"input_ids": [1, 2], "labels": [2, 1]}, "row 1: labels should be those of input_ids, or -100, as many"),
+        ({"text": "a"}, "row 1 has text, which needs a tokenizer: train_dataset.tokenizer=FOLDER"),
+    ],
+)
+def test_wrong_rows(tmp_path, row, said):
+    with pytest.raises(ValueError, match=f"^{tmp_path}/rows.jsonl: {said}"):
+        open_tokens([json_lines(tmp_path, {"input_ids": [1]}, row)], str(tmp_path / "cache"))
+    assert all(path.suffix == ".lock" for path in (tmp_path / "cache").iterdir()), "a cache without its end"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda files: files["idx"].unlink(), r"there is no .*tiny.idx beside it"),
+        (lambda files: files["idx"].write_bytes(b"MMIDIDX"), "tiny.idx is no index of Megatron's"),
+        (
+            lambda files: files["idx"].write_bytes(files["idx"].read_bytes()[:-1]),
+            "has 113 bytes, not the 114 of 4 sequences",
+        ),
+        (
+            lambda files: files["bin"].write_bytes(b"\0" * 18),
+            "tiny.bin has 18 bytes, not the 16 that .*tiny.idx speaks of",
+        ),
+        (
+            lambda files: files["idx"].write_bytes(files["idx"].read_bytes().replace(b"\x08", b"\x06", 1)),
+            "dtype code 6",
+        ),
+    ],
+)
+def test_damaged_files_of_megatron(tmp_path, change, said):
+    files = {
+        kind: Path(shutil.copy(GOLDEN / f"megatron_tiny.{kind}", tmp_path / f"tiny.{kind}")) for kind in ("bin", "idx")
+    }
+    change(files)
+    with pytest.raises((ValueError, FileNotFoundError), match=said):
+        open_tokens([str(files["bin"])], str(tmp_path / "cache"))
+
+
+def test_files_of_several_kinds(tmp_path):
+    json_lines(tmp_path, {"input_ids": [1]})
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(ValueError, match=r"files of several kinds \(.jsonl, text\): give each a source of its own"):
+        open_tokens([str(tmp_path)], str(tmp_path / "cache"))
+
+
+def words(folder):
+    """A tokenizer of words, with a chat template, in a folder."""
+    tokenizers = pytest.importorskip("tokenizers")
+    pytest.importorskip("jinja2")
+    known = ["<s>", "</s>", "user", "assistant", ":", "hello", "fine", "thanks", "[UNK]"]
+    model = tokenizers.models.WordLevel({word: index for index, word in enumerate(known)}, unk_token="[UNK]")
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    template = (
+        "{{ bos_token }}{% for m in messages %} {{ m.role }} : {{ m.content }}{% if m.role == 'assistant' %} "
+        "{{ eos_token }}{% endif %}{% endfor %}{% if add_generation_prompt %} assistant :{% endif %}"
+    )
+    settings = {"eos_token": "</s>", "bos_token": {"content": "<s>"}, "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return Tokenizer(str(folder))
+
+
+def test_conversations_predict_what_the_assistant_says(tmp_path):
+    tokenizer = words(tmp_path / "words")
+    turns = [("user", "hello"), ("assistant", "fine thanks"), ("user", "thanks"), ("assistant", "hello")]
+    path = json_lines(
+        tmp_path, {"messages": [{"role": role, "content": text} for role, text in turns]}, {"text": "hello"}
+    )
+    source = open_tokens([path], str(tmp_path / "cache"), tokenizer)
+    assert documents(source) == [[0, 2, 4, 5, 3, 4, 6, 7, 1, 2, 4, 7, 3, 4, 5, 1], [5, 1]]
+    assert np.flatnonzero(source.labels).tolist() == [6, 7, 8, 14, 15, 16, 17]
+    _, labels, _ = Sequences(source, 20, 9, packs=True)[0]
+    assert labels[labels != -100].tolist() == [6, 7, 1, 5, 1, 1]
+
+
+def test_other_data_at_a_resume_are_an_error(tmp_path):
+    def stream(rows, weights=(1,), **others):
+        source = open_tokens([json_lines(tmp_path, *({"input_ids": each} for each in rows))], str(tmp_path / "cache"))
+        sources = tuple(Sequences(source, 2, 99, **others) for _ in weights)
+        return Stream(sources, Mixture(weights), 3)
+
+    before = stream(DOCUMENTS)
+    state = json.loads(json.dumps(before.state()))
+    assert before.resumed(state, 5) == before
+    for other, said in (
+        (stream(DOCUMENTS[::-1]), "source 0: checksum is"),
+        (stream(DOCUMENTS, packs=True), "source 0: packs is True, was False"),
+        (stream(DOCUMENTS, (2, 1)), r"weights is \[2, 1\], was \[1\]"),
+    ):
+        with pytest.raises(ValueError, match=f"the data aren't those of the run that goes on: .*{said}"):
+            other.resumed(state, 5)
+    mixed = stream(DOCUMENTS, (1, 1)).resumed(state, 5, goes_on=True)
+    assert mixed.mixture.counts(5) == (5, 0) and mixed.mixture.counts(9) == (7, 2)
+    again = stream(DOCUMENTS, (1, 1)).resumed(json.loads(json.dumps(mixed.state())), 9)
+    np.testing.assert_array_equal(again.batch(9, 4)[0], mixed.batch(9, 4)[0])
+
+
+def test_the_data_of_a_recipe_are_described(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("some text " * 99)
+    other = json_lines(tmp_path, *({"input_ids": each} for each in DOCUMENTS * 50))
+    options = [
+        f"train_dataset.cache_dir={tmp_path / 'cache'}",
+        "train_dataset.seq_length=32",
+        "train_dataset.packing=documents",
+    ]
+    sources = f"train_dataset.sources=[{{data_path: {tmp_path / 'a.txt'}, weight: 3}}, {{data_path: {other}}}]"
+    assert main(["data", "--config", ONE_RANK, *options, sources]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith(
+        f"{tmp_path}/a.txt: 991 tokens (uint8) in 1 documents: 32 sequences of 32 with 1.0 documents"
+    )
+    assert (
+        "400 tokens (int32) in 150 documents: 13 sequences of 32 with" in lines[2]
+        and "25.0% of the samples" in lines[2]
+    )
+    assert "sample 0: int32 [32], int32 [32], int32 [32]" in lines
