@@ -51,20 +51,6 @@ class LearningRate(Protocol):
         """The rate, a float, of the step of this number, from 1 on: the same on all ranks and in a resumed run."""
 
 
-class Metric(Protocol):
-    """A number about held-out samples; made by `Class()` for each evaluation."""
-
-    def update(self, results, samples):
-        """Take a pass over so many samples, as of one card: the same on all ranks.
-
-        `results` are the numbers that the model returned, floats: sums over the samples where `ModelSpec.loss` is
-        "sum", as loss and number of labels, else means.
-        """
-
-    def compute(self):
-        """A dict, name -> number."""
-
-
 class Stream(Protocol):
     """Samples by index; what `train_dataset.factory` returns."""
 
