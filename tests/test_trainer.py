@@ -21,7 +21,8 @@ from mindformers_core.passes.thread_tape import custom_gradients
 from mindformers_core.recipe.loader import load_recipe
 from mindformers_core.recipe.sections import recipe_mesh
 from mindformers_core.redistribution.device_model import GPU
-from mindformers_core.trainer import records
+from mindformers_core.trainer import records, step
+from mindformers_core.trainer.evaluation import inference
 
 sys.path.insert(0, str(ROOT / "examples"))
 
@@ -137,6 +138,23 @@ def evaluations(recipe, *overrides, data=None, evaluates=True):
         first, *others = SimulatedRanks(mesh.size).run(work)
     assert all(other == first for other in others)
     return first
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_what_changes_nothing(tmp_path, monkeypatch):
+    """A loss that isn't finite, though all gradients are; and inference, of flags and MindSpore's generator."""
+    job = Trainer(ONE_RANK, *SMALL, f"train_dataset.cache_dir={tmp_path}")
+    expected = [each.asnumpy().copy() for each in job.optimizer.parameters]
+    monkeypatch.setattr(step, "mean_loss", lambda results, form: ms.Tensor(np.inf))
+    assert "the loss is inf, and the norm of all gradients " in (row := job.train_step())["not_finite"]
+    assert "all gradients are finite; the weights stay" in row["not_finite"] and row["gradient_norm"] < 100
+    for each, weight in zip(job.optimizer.parameters, expected, strict=True):
+        np.testing.assert_array_equal(each.asnumpy(), weight)
+    net, state = job.cells[0], ms.get_rng_state().asnumpy().copy()
+    with inference([net]):
+        ms.manual_seed(99)
+        assert not net.training and (ms.get_rng_state().asnumpy() != state).any()
+    assert net.training and (ms.get_rng_state().asnumpy() == state).all()
 
 
 @cache

@@ -180,7 +180,7 @@ class ShardedTree:
         with no_gradient_left_waiting(self.cells[path]):
             if path == "":
                 args, kwargs = self.storage.cast_inputs(args, kwargs)
-            program, self.prepared = self.prepared or self.program(path, args, kwargs), None
+            program = self.prepared or self.program(path, args, kwargs)
             if path == "":
                 self.compare_inputs(program.signature, args, kwargs, program)
             args, kwargs = tree_map(_local, (args, kwargs))
