@@ -39,11 +39,12 @@ class Sequences:
     packs: bool = False
 
     def __post_init__(self):
-        if len(self) < 1:
-            count = len(self.source.ids)
+        count = len(self.source.ids)
+        if len(self) < 1 or count < 2:
             raise ValueError(
                 f"{self.source.name}: {count} tokens are too few for one sequence of train_dataset.seq_length "
-                f"{self.seq_length} and the token after it: give more text, or train_dataset.seq_length={count - 1}"
+                f"{self.seq_length} and the token after it: give more text"
+                + (f", or train_dataset.seq_length={count - 1}" if count > 1 else "")
             )
 
     def __len__(self):
@@ -93,6 +94,16 @@ class Stream:
         sources, numbers = self.mixture.places(first, count)
         for place, (source, number) in enumerate(zip(sources.tolist(), numbers.tolist())):
             found[place] = self.sample(source, number)
+        kinds = [[(array.shape, array.dtype) for array in sample] for sample in found]
+        for place, kind in enumerate(kinds):
+            if kind != kinds[0]:
+                shown = " and ".join(
+                    ", ".join(f"{dtype} {list(shape)}" for shape, dtype in each) for each in (kinds[0], kind)
+                )
+                raise ValueError(
+                    f"samples {first} and {first + place} (of sources {sources[0]} and {sources[place]}) have other "
+                    f"arrays: {shown}: all samples need as many, of the same shapes and dtypes"
+                )
         return tuple(map(np.stack, zip(*found)))
 
     def sample(self, source, number):
