@@ -89,21 +89,21 @@ class Stream:
 
     def batch(self, first, count):
         """Samples `first` … `first + count - 1`: a tuple of arrays with a first dim of `count`."""
-        found = [None] * count
         sources, numbers = self.mixture.places(first, count)
-        for place, (source, number) in enumerate(zip(sources.tolist(), numbers.tolist())):
-            found[place] = self.sample(source, number)
-        return tuple(map(np.stack, zip(*found)))
+        rows = np.empty(count, np.int64)
+        for source in set(sources.tolist()):
+            rows[sources == source] = self.rows(source, numbers[sources == source])
+        samples = (self.sources[source][row] for source, row in zip(sources.tolist(), rows.tolist()))
+        return tuple(map(np.stack, zip(*samples)))
 
-    def sample(self, source, number):
-        """The arrays of a source's sample of this number, counted over all its epochs."""
-        epoch, place = divmod(number, len(self.sources[source]))
-        return self.sources[source][self.row(source, epoch, place)]
-
-    def row(self, source, epoch, place):
-        """The row of a source that an epoch has at a place."""
+    def rows(self, source, numbers):
+        """The rows of a source that its samples of these numbers are, which count over all its epochs: arrays."""
+        count, rows = len(self.sources[source]), np.empty(len(numbers), np.int64)
+        epochs, places = np.divmod(numbers, count)
         seed = (self.seed + source * GOLDEN) % 2**64  # sources of one length have orders of their own
-        return int(shuffled(place, len(self.sources[source]), seed, epoch))
+        for epoch in set(epochs.tolist()):
+            rows[epochs == epoch] = shuffled(places[epochs == epoch], count, seed, epoch)
+        return rows
 
     def epochs(self, end):
         """Of each source, how many of its epochs the samples before `end` are, as a fraction."""
