@@ -1,8 +1,9 @@
 """A step of the tiny recipe, and what Python does in it besides its passes, the norm and the update.
 
 `loop` is all that `Trainer.steps()` does around the function of a step, in whose place it pauses for 5 ms: it takes the
-batch, which a thread reads in the pause, computes the rate, makes and records the row. `program` is what a forward pass does before it runs: the key of the call, and whether what the
-program depends on in Python is as it was. The sum, with `program` once a micro-step, has a limit.
+batch, which a thread reads in the pause, computes the rate, makes and records the row. `program` is what a forward pass
+does before it runs: the key of the call, and whether what the program depends on in Python is as it was. The sum, with
+`program` once a micro-step, has a limit.
 """
 
 import sys
