@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -9,11 +10,15 @@ import pytest
 from support.launch import ROOT
 from test_training_loop import ONE_RANK
 
+from mindformers_core.batches import BatchPlan
 from mindformers_core.commands.command_line import main
 from mindformers_core.data.mixture import Mixture
+from mindformers_core.data.reading import local_batch
 from mindformers_core.data.sources import open_tokens
 from mindformers_core.data.streams import Sequences, Stream
 from mindformers_core.data.tokenizing import Tokenizer
+from mindformers_core.layout import Layout
+from mindformers_core.mesh import DeviceMesh
 
 DOCUMENTS = [[5, 6, 7], [8, 9, 10], [20, 21]]
 GOLDEN = ROOT / "tests" / "golden"  # megatron_tiny was written by megatron-core 0.16.1
@@ -163,6 +168,44 @@ def test_conversations_predict_what_the_assistant_says(tmp_path):
     tokenizer._template = tokenizer._template.replace("assistant :{% endif %}", "assistant : <think> none {% endif %}")
     messages = [{"role": role, "content": text} for role, text in turns]
     assert np.flatnonzero(tokenizer.conversation(messages)[1]).tolist() == [6, 7, 8, 14, 15], "an answer without it"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_way_through_a_job_reads_the_same_samples_in_order(seed, tmp_path):
+    """Ranks, micro-batches, accumulation, global batches, resumes: each drawn anew again and again in one stream."""
+    draw = np.random.default_rng(seed)
+    sources = []
+    for number, lengths in enumerate(([60] * 9, [1, 7, 30, 2, 90])):
+        rows = ({"input_ids": [(number + 7 * place) % 90] * length} for place, length in enumerate(lengths))
+        source = open_tokens([json_lines(tmp_path, *rows)], str(tmp_path / "cache"))
+        sources.append(Sequences(source, 8, 97, packs=bool(seed % 2)))
+    stream, consumed, found = Stream(tuple(sources), Mixture((2, 1)), seed), 0, []
+    while consumed < 150:  # over the ends of epochs
+        ranks, size, micro_batches = (int(draw.integers(1, most)) for most in (5, 4, 4))
+        plan = BatchPlan(int(draw.integers(1, 20)), ranks, size, micro_batches)
+        layouts = [Layout.on(DeviceMesh((ranks,), ("dp",)), (("dp",), ()))] * len(sources[0][0])
+        parts = [local_batch(plan, layouts, rank, {}, stream, consumed)[0] for rank in range(ranks)]
+        rows = np.stack([part.reshape(-1, size, 8) for part in parts], 1).reshape(-1, 8)
+        found.append(rows[: plan.samples])
+        consumed += plan.samples
+        stream = stream.resumed(json.loads(json.dumps(stream.state())), consumed)
+    np.testing.assert_array_equal(np.concatenate(found), stream.batch(0, consumed)[0])
+
+
+def test_a_source_of_a_trillion_tokens(tmp_path):
+    """A sparse file; a sample far on is a few pages of it."""
+    path, count = tmp_path / "large.npy", 10**12
+    with open(path, "wb") as file:
+        np.lib.format.write_array_header_1_0(file, {"descr": "<u2", "fortran_order": False, "shape": (count,)})
+        file.truncate(file.tell() + 2 * count)
+    source = open_tokens([str(path)], str(tmp_path))
+    tracemalloc.start()
+    for packs in (False, True):
+        stream = Stream((Sequences(source, 4096, 9, packs),), Mixture((1,)), 3)
+        arrays = stream.resumed(json.loads(json.dumps(stream.state())), 10**9).batch(10**9, 2)
+        assert arrays[0].shape == (2, 4096) and len(stream.sources[0]) > 2 * 10**8
+    assert tracemalloc.get_traced_memory()[1] < 2**21
+    tracemalloc.stop()
 
 
 def test_other_data_at_a_resume_are_an_error(tmp_path):
