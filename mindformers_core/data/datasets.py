@@ -38,11 +38,27 @@ def dataset_of(recipe):
     section, seed = recipe.train_dataset, recipe.data_seed
     if section.factory:
         dataset = _own(section.factory, "train_dataset.factory", section, recipe.model, seed)
-        if not hasattr(dataset, "__getitem__"):
-            stream = InOrder(dataset) if hasattr(dataset, "create_tuple_iterator") else dataset
-            return OwnDataset(stream, section.factory, seed)
-        return Stream((Samples(dataset, section.factory),), Mixture((1,)), seed)
+        return given_dataset(dataset, section.factory, seed)
     return open_dataset(section, recipe.model, seed)
+
+
+def given_dataset(dataset, name, seed):
+    """A dataset of an object of the user's, see `dataset_of`; one that is a dataset stays as it is.
+
+    Raises:
+        TypeError: an object of no such kind; `name` is its name there.
+    """
+    if hasattr(dataset, "resumed"):
+        return dataset
+    if hasattr(dataset, "create_tuple_iterator"):
+        return OwnDataset(InOrder(dataset), name, seed)
+    if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
+        return Stream((Samples(dataset, name),), Mixture((1,)), seed)
+    if hasattr(dataset, "batch"):
+        return OwnDataset(dataset, name, seed)
+    raise TypeError(
+        f"{name}: {dataset!r} has neither len() and an index, nor a method batch(first, count): docs/data.md"
+    )
 
 
 def open_dataset(section, model, seed):

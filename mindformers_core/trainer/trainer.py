@@ -14,7 +14,7 @@ from mindformers_core.checkpoint.folders import set_aside, step_folder
 from mindformers_core.checkpoint.parts import on_all_ranks
 from mindformers_core.checkpoint.tensors import ranks_of
 from mindformers_core.communication import process_state, world
-from mindformers_core.data.datasets import OwnDataset, dataset_of
+from mindformers_core.data.datasets import dataset_of, given_dataset
 from mindformers_core.data.reading import batch_reader
 from mindformers_core.data.streams import Ahead
 from mindformers_core.diff.recorder import perturb
@@ -58,7 +58,7 @@ class Trainer:
         overrides: with a path, texts `section.key=value`.
         mesh: the `DeviceMesh` of all ranks of the job, with the axes `MESH_AXES`. Default: this process joins the ranks
             that were launched, which have to have the recipe's number.
-        dataset: an object with the method `batch(first, count)`, see `dataset_of`. Default: the recipe's.
+        dataset: an object as a factory of `dataset_of` returns. Default: the recipe's.
 
     Attributes:
         recipe, mesh, dataset, rank: as given, and this rank's number.
@@ -85,9 +85,8 @@ class Trainer:
         self.mesh = mesh = enter_world(recipe)[1] if mesh is None else mesh
         self.rank = world().rank
         checkpoint = open_source(recipe)
-        self.dataset = dataset_of(recipe) if dataset is None else dataset
-        if not hasattr(self.dataset, "resumed"):
-            self.dataset = OwnDataset(dataset, "Trainer(dataset=…)")
+        given = dataset_of(recipe) if dataset is None else dataset
+        self.dataset = given_dataset(given, "Trainer(dataset=…)", recipe.data_seed)
         self.plan = batch_plan(recipe, mesh.axis_size("dp"))
         check_patterns(recipe)
         ms.set_seed(recipe.training.seed)
@@ -186,10 +185,11 @@ class Trainer:
         """The loss, perplexity and other metrics of held-out samples: a dict, see `evaluate`.
 
         Args:
-            dataset: an object with `batch(first, count)`. Default: that of the recipe's `evaluation.dataset`.
+            dataset: an object as a factory of `dataset_of` returns. Default: the recipe's `evaluation.dataset`.
         """
         if dataset is None:
             dataset = self._held_out or dataset_of(evaluated(self.recipe))
+        dataset = given_dataset(dataset, "Trainer.evaluate(dataset)", self.recipe.data_seed)
         return evaluate(self.recipe, self.plan, self.rank, self.cells, self._forward, dataset)
 
     def train_step(self):
