@@ -27,7 +27,8 @@ def going_on(recipe):
     folder = newest_checkpoint(recipe.training.output_dir)
     if recipe.training.resume is None or folder is None:
         return recipe
-    return replace(recipe, checkpoint=replace(recipe.checkpoint, load_path=folder, no_load_optim=False))
+    section = replace(recipe.checkpoint, load_path=folder, no_load_optim=False, load_average=False)
+    return replace(recipe, checkpoint=section)
 
 
 def open_source(recipe):
