@@ -44,7 +44,7 @@ class Optimizer(Protocol):
 class LearningRate(Protocol):
     """The rate of every step; a function `f(step, **settings)`, or a class, `Class(**settings)(step)`.
 
-    Its parameter `steps`, if it has one, gets `training.steps`.
+    Its parameters `steps` and `tokens`, if it has them, get `training.steps`, and the tokens of a step of all ranks.
     """
 
     def __call__(self, step):

@@ -85,7 +85,11 @@ def test_settings_of_a_users_class():
 
 def rates(schedule, *steps):
     recipe = load_recipe(ONE_RANK, [f"lr_scheduler={schedule}", "training.steps=100"])
-    return [learning_rate(recipe, step) for step in steps]
+    return [learning_rate(recipe, step, samples=8) for step in steps]
+
+
+def by_tokens(step, tokens, warmup_tokens: int = 1):
+    return min(1.0, step * tokens / warmup_tokens)
 
 
 def test_learning_rates():
@@ -96,6 +100,7 @@ def test_learning_rates():
     assert rates(root, 8, 16, 64, 100) == pytest.approx([0.5, 1.0, 0.5, 0.4])
     assert rates("{type: InverseSquareRootLR, learning_rate: 1.0}", 1, 4) == pytest.approx([1.0, 0.5])
     assert rates("{type: 'test_optimizer_settings:halved', first: 3}", 100) == [1.5]
+    assert rates("{type: 'test_optimizer_settings:by_tokens', warmup_tokens: 5120}", 2, 9) == [0.4, 1.0]
     assert rates("{type: 'test_optimizer_settings:Steps', rates: [1, 2, 3]}", 1, 9) == [1.0, 3.0]
     with pytest.raises(ValueError, match=r"lr_scheduler.low: unknown key|lr_scheduler.lower: unknown key .*'low'"):
         rates("{type: 'test_optimizer_settings:halved', lower: 3}", 1)

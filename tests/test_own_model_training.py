@@ -177,7 +177,7 @@ def test_all_ranks_agree_that_nothing_is_updated(recipe, mesh):
 @pytest.mark.parametrize("beside", ["true", "false"])
 def test_weights_that_are_not_finite_are_not_saved(recipe, tmp_path, monkeypatch, capfd, beside):
     """With a finite loss and gradient: the update overflows. What another process is still writing is completed."""
-    monkeypatch.setattr(trainer, "learning_rate", lambda recipe, step: 1e39 if step == 3 else 1e-2)
+    monkeypatch.setattr(trainer, "learning_rate", lambda recipe, step, samples: 1e39 if step == 3 else 1e-2)
     options = f"training.output_dir={tmp_path / 'run'}", f"checkpoint.async_save={beside}"
     assert main(["train", "--config", recipe, *options]) == 2
     error = capfd.readouterr().err.splitlines()[-1]

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -9,11 +10,15 @@ import pytest
 from support.launch import ROOT
 from test_training_loop import ONE_RANK
 
+from mindformers_core.batches import BatchPlan
 from mindformers_core.commands.command_line import main
 from mindformers_core.data.mixture import Mixture
+from mindformers_core.data.reading import local_batch
 from mindformers_core.data.sources import open_tokens
 from mindformers_core.data.streams import Sequences, Stream
 from mindformers_core.data.tokenizing import Tokenizer
+from mindformers_core.layout import Layout
+from mindformers_core.mesh import DeviceMesh
 
 DOCUMENTS = [[5, 6, 7], [8, 9, 10], [20, 21]]
 GOLDEN = ROOT / "tests" / "golden"  # megatron_tiny was written by megatron-core 0.16.1
@@ -34,6 +39,11 @@ def test_megatrons_files(tmp_path):
     assert documents(source) == DOCUMENTS and isinstance(source.ids, np.memmap)
     with pytest.raises(IndexError):
         source.starts[3]
+    shutil.copy(GOLDEN / "megatron_tiny.bin", tmp_path / "more.bin")
+    index = (GOLDEN / "megatron_tiny.idx").read_bytes()
+    marks = np.frombuffer(index[26:34], "<u8") + 1  # one more document, which is empty
+    (tmp_path / "more.idx").write_bytes(index[:26] + marks.tobytes() + index[34:] + index[-8:])
+    assert documents(open_tokens([str(tmp_path / "more.bin")], str(tmp_path))) == [*DOCUMENTS, []]
 
 
 def test_rows_of_json_lines(tmp_path):
@@ -71,6 +81,7 @@ def test_rows_of_parquet(tmp_path):
         ([1], "row 1 has list, but none of"),
         ({"input_ids": [1.5]}, r"row 1: input_ids of float64 \[1\] should be whole numbers in a row"),
         ({"input_ids": [1, 2], "labels": [2, 1]}, "row 1: labels should be those of input_ids, or -100, as many"),
+        ({"input_ids": [1, 2**32 + 5]}, r"row 1: input_ids from 1 to 4294967301: token ids are 0 to 2\*\*31 - 1"),
         ({"text": "a"}, "row 1 has text, which needs a tokenizer: train_dataset.tokenizer=FOLDER"),
     ],
 )
@@ -78,6 +89,15 @@ def test_wrong_rows(tmp_path, row, said):
     with pytest.raises(ValueError, match=f"^{tmp_path}/rows.jsonl: {said}"):
         open_tokens([json_lines(tmp_path, {"input_ids": [1]}, row)], str(tmp_path / "cache"))
     assert all(path.suffix == ".lock" for path in (tmp_path / "cache").iterdir()), "a cache without its end"
+
+
+def test_no_tokens(tmp_path):
+    path = json_lines(tmp_path, {"input_ids": []})
+    with pytest.raises(ValueError, match=f"^{path}: all documents are empty"):
+        open_tokens([path], str(tmp_path / "cache"))
+    source = open_tokens([json_lines(tmp_path, {"input_ids": [1]})], str(tmp_path / "cache"))
+    with pytest.raises(ValueError, match="1 tokens are too few .* the token after it: give more text$"):
+        Sequences(source, 4, 9, packs=True)
 
 
 @pytest.mark.parametrize(
@@ -145,11 +165,53 @@ def test_conversations_predict_what_the_assistant_says(tmp_path):
     assert np.flatnonzero(source.labels).tolist() == [6, 7, 8, 14, 15, 16, 17]
     _, labels, _ = Sequences(source, 20, 9, packs=True)[0]
     assert labels[labels != -100].tolist() == [6, 7, 1, 5, 1, 1]
+    tokenizer._template = tokenizer._template.replace("assistant :{% endif %}", "assistant : <think> none {% endif %}")
+    messages = [{"role": role, "content": text} for role, text in turns]
+    assert np.flatnonzero(tokenizer.conversation(messages)[1]).tolist() == [6, 7, 8, 14, 15], "an answer without it"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_way_through_a_job_reads_the_same_samples_in_order(seed, tmp_path):
+    """Ranks, micro-batches, accumulation, global batches, resumes: each drawn anew again and again in one stream."""
+    draw = np.random.default_rng(seed)
+    sources = []
+    for number, lengths in enumerate(([60] * 9, [1, 7, 30, 2, 90])):
+        rows = ({"input_ids": [(number + 7 * place) % 90] * length} for place, length in enumerate(lengths))
+        source = open_tokens([json_lines(tmp_path, *rows)], str(tmp_path / "cache"))
+        sources.append(Sequences(source, 8, 97, packs=bool(seed % 2)))
+    stream, consumed, found = Stream(tuple(sources), Mixture((2, 1)), seed), 0, []
+    while consumed < 150:  # over the ends of epochs
+        ranks, size, micro_batches = (int(draw.integers(1, most)) for most in (5, 4, 4))
+        plan = BatchPlan(int(draw.integers(1, 20)), ranks, size, micro_batches)
+        layouts = [Layout.on(DeviceMesh((ranks,), ("dp",)), (("dp",), ()))] * len(sources[0][0])
+        parts = [local_batch(plan, layouts, rank, {}, stream, consumed)[0] for rank in range(ranks)]
+        rows = np.stack([part.reshape(-1, size, 8) for part in parts], 1).reshape(-1, 8)
+        found.append(rows[: plan.samples])
+        consumed += plan.samples
+        stream = stream.resumed(json.loads(json.dumps(stream.state())), consumed)
+    np.testing.assert_array_equal(np.concatenate(found), stream.batch(0, consumed)[0])
+
+
+def test_a_source_of_a_trillion_tokens(tmp_path):
+    """A sparse file; a sample far on is a few pages of it."""
+    path, count = tmp_path / "large.npy", 10**12
+    with open(path, "wb") as file:
+        np.lib.format.write_array_header_1_0(file, {"descr": "<u2", "fortran_order": False, "shape": (count,)})
+        file.truncate(file.tell() + 2 * count)
+    source = open_tokens([str(path)], str(tmp_path))
+    tracemalloc.start()
+    for packs in (False, True):
+        stream = Stream((Sequences(source, 4096, 9, packs),), Mixture((1,)), 3)
+        arrays = stream.resumed(json.loads(json.dumps(stream.state())), 10**9).batch(10**9, 2)
+        assert arrays[0].shape == (2, 4096) and len(stream.sources[0]) > 2 * 10**8
+    assert tracemalloc.get_traced_memory()[1] < 2**21
+    tracemalloc.stop()
 
 
 def test_other_data_at_a_resume_are_an_error(tmp_path):
-    def stream(rows, weights=(1,), **others):
-        source = open_tokens([json_lines(tmp_path, *({"input_ids": each} for each in rows))], str(tmp_path / "cache"))
+    def stream(rows, weights=(1,), labels=None, **others):
+        rows = [{"input_ids": each, "labels": [labels] * len(each) if labels else None} for each in rows]
+        source = open_tokens([json_lines(tmp_path, *rows)], str(tmp_path / "cache"))
         sources = tuple(Sequences(source, 2, 99, **others) for _ in weights)
         return Stream(sources, Mixture(weights), 3)
 
@@ -159,6 +221,7 @@ def test_other_data_at_a_resume_are_an_error(tmp_path):
     for other, said in (
         (stream(DOCUMENTS[::-1]), "source 0: checksum is"),
         (stream(DOCUMENTS, packs=True), "source 0: packs is True, was False"),
+        (stream(DOCUMENTS, labels=-100), "source 0: checksum of labels is"),
         (stream(DOCUMENTS, (2, 1)), r"weights is \[2, 1\], was \[1\]"),
     ):
         with pytest.raises(ValueError, match=f"the data aren't those of the run that goes on: .*{said}"):
@@ -187,4 +250,8 @@ def test_the_data_of_a_recipe_are_described(tmp_path, capsys):
         "400 tokens (int32) in 150 documents: 13 sequences of 32 with" in lines[2]
         and "25.0% of the samples" in lines[2]
     )
-    assert "sample 0: int32 [32], int32 [32], int32 [32]" in lines
+    numbers = lines[lines.index("sample 0: int32 [32], int32 [32], int32 [32]") + 1]
+    assert all(word.isdigit() for word in numbers.split()), "not all of them are bytes of text"
+    for source in ("weight: 1", f"data_path: {other}, factory: 'a:b'"):
+        assert main(["data", "--config", ONE_RANK, *options, f"train_dataset.sources=[{{{source}}}]"]) == 2
+        assert "train_dataset.sources[0]: give one of data_path and factory" in capsys.readouterr().err

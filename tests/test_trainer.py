@@ -22,6 +22,7 @@ from mindformers_core.recipe.loader import load_recipe
 from mindformers_core.recipe.sections import recipe_mesh
 from mindformers_core.redistribution.device_model import GPU
 from mindformers_core.trainer import records, step
+from mindformers_core.trainer.checkpoints import going_on, open_source
 from mindformers_core.trainer.evaluation import inference
 
 sys.path.insert(0, str(ROOT / "examples"))
@@ -32,7 +33,8 @@ def test_a_loop_of_the_users(tmp_path):
     """It may end early, add to rows, and go on; a loss is read when its record is due."""
     options = [*SMALL, f"train_dataset.cache_dir={tmp_path / 'cache'}", "checkpoint.async_save=true"]
     options += ["checkpoint.enable_save=true", "checkpoint.save_interleaved_steps=2"]
-    options += [f"evaluation.dataset={{data_path: [{ROOT / 'README.md'}]}}", "evaluation.interval=3"]
+    options += [f"evaluation.dataset={{data_path: [{ROOT / 'README.md'}], packing: documents}}"]
+    options += ["evaluation.interval=3"]
     options += ["evaluation.samples=5", "monitor.gradient_norms=['*norm*']", "precision.loss_scale=2"]
     options += ["training.average_decay=0.9", "context.device_model=CPU"]
     Trainer(ONE_RANK, *options, f"training.output_dir={tmp_path / 'whole'}").run()
@@ -225,5 +227,7 @@ def test_the_moving_average_of_weights(tmp_path):
     # it goes on with its own weights, whatever it began with
     resumed = averages(1, *parallel(pp=2), "training.resume=auto", "checkpoint.load_average=true")
     np.testing.assert_allclose(resumed, one, 1e-6)
+    recipe = going_on(load_recipe(LLAMA, [*given, "training.resume=auto", "checkpoint.load_average=true"]))
+    assert recipe.checkpoint.load_path and open_source(recipe).state["consumed"] == 3 * 8, "the run begins anew"
     resumed = averages(0, *parallel(), f"checkpoint.load_path={tmp_path}", "checkpoint.load_average=true")
     np.testing.assert_allclose(resumed, [one[0]] * 2, 1e-6)

@@ -25,10 +25,10 @@ def data_report(recipe, count=2):
         for source, own, weight in zip(dataset.sources, counts, weights, strict=True):
             share = f"{weight / sum(weights):.1%} of the samples, " if len(weights) > 1 else ""
             lines.append(f"{_about(source)}; {share}{own / len(source):.2f} epochs")
-    arrays, decode = dataset.batch(0, count), _decoder(recipe)
+    arrays, decode = dataset.batch(0, count), _decoder(recipe, dataset)
     for row in range(count):
         lines += ["", f"sample {row}: " + ", ".join(f"{each.dtype} {list(each.shape[1:])}" for each in arrays)]
-        if decode is not None and not recipe.train_dataset.factory:
+        if decode is not None:
             ids, labels, *_ = (each[row] for each in arrays)
             lines += [_cut(decode(ids.tolist())), f"{np.mean(labels == IGNORED):.1%} of its labels are ignored"]
     return "\n".join(lines)
@@ -49,12 +49,15 @@ def _about(source):
     return f"{text} with {np.mean(pieces):.1f} documents or parts of them, {lost:.1%} padding"
 
 
-def _decoder(recipe):
-    """The function of ids that returns their text, or None where none is known."""
+def _decoder(recipe, dataset):
+    """The function of a sample's ids that returns their text, or numbers; None where samples may be no tokens."""
+    sources = dataset.sources if isinstance(dataset, Stream) else (None,)
+    if not all(isinstance(source, Sequences) for source in sources):
+        return None
     folder = os.path.expanduser(recipe.train_dataset.tokenizer)
-    path = os.path.join(folder, TOKENIZER) if folder else BYTES
-    is_text = folder or not any(path.endswith((".npy", ".bin")) for path in recipe.train_dataset.data_path)
-    return tokens_of(path, "", True).decode if is_text else None
+    if not folder and any(source.source.ids.dtype != np.uint8 for source in sources):
+        return lambda ids: " ".join(map(str, ids))
+    return tokens_of(os.path.join(folder, TOKENIZER) if folder else BYTES, "", True).decode
 
 
 def _cut(text):

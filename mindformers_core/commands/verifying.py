@@ -108,12 +108,17 @@ def _notes(given, recipe):
 
 
 def _inputs(recipe, count):
-    """Random ids and labels, or a user's data, of so many samples: arrays."""
-    if recipe.train_dataset.factory:
+    """Random ids, labels, and positions where documents are packed; or a user's data: arrays of so many samples."""
+    if recipe.train_dataset.is_own:
         return dataset_of(recipe).batch(0, count)
     draw, length = np.random.default_rng(recipe.training.seed), recipe.train_dataset.seq_length
     ids = draw.integers(0, recipe.model.vocab_size, (count, length + 1)).astype(np.int32)
-    return ids[:, :-1], np.where(draw.random((count, length)) < 0.1, -100, ids[:, 1:]).astype(np.int32)
+    labels = np.where(draw.random((count, length)) < 0.1, -100, ids[:, 1:]).astype(np.int32)
+    if recipe.train_dataset.packing == "none":
+        return ids[:, :-1], labels
+    places = np.arange(length, dtype=np.int32)
+    begins = np.maximum.accumulate(np.where(draw.random((count, length)) < 0.2, places, 0), 1)
+    return ids[:, :-1], labels, places - begins
 
 
 def _passes(inputs, plan, slope, names):

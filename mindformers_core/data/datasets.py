@@ -2,7 +2,8 @@
 
 import os
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from threading import Lock
 
 import numpy as np
 
@@ -82,21 +83,28 @@ def _own(path, key, section, model, seed):
             f"{key}: {path} returned {dataset!r}, which has neither len() and an index, nor a method batch(first, "
             "count): docs/data.md"
         )
+    if is_indexed and len(dataset) == 0:
+        raise DataError(f"{key}: {path} returned an object without samples: its len() is 0")
     return dataset
 
 
 @dataclass(frozen=True)
 class Samples:
-    """A user's object with `len()` and an index, as a source: each sample a tuple of NumPy arrays, which is checked."""
+    """A user's object with `len()` and an index, as a source: each sample a tuple of NumPy arrays, which is checked.
+
+    One thread at a time asks it for samples, as a file needs that is read at a place: a step's are read ahead.
+    """
 
     source: object
     factory: str
+    _lock: Lock = field(default_factory=Lock, init=False, repr=False, compare=False)
 
     def __len__(self):
         return len(self.source)
 
     def __getitem__(self, row):
-        sample = self.source[row]
+        with self._lock:
+            sample = self.source[row]
         if (
             isinstance(sample, (tuple, list))
             and sample
@@ -114,16 +122,20 @@ class Samples:
 
 @dataclass(frozen=True)
 class OwnDataset:
-    """A user's dataset, `source`, that the function `factory` has opened; what it gives is checked."""
+    """A user's dataset, `source`, that the function `factory` has opened; what it gives is checked.
+
+    One thread at a time asks it for samples, as of `Samples`.
+    """
 
     source: object
     factory: str
     seed: int = 0
+    _lock: Lock = field(default_factory=Lock, init=False, repr=False, compare=False)
 
     def batch(self, first, count):
         """A tuple of NumPy arrays of `count` rows. Raises `DataError` for anything else."""
         found = "it raised StopIteration"
-        with suppress(StopIteration):
+        with self._lock, suppress(StopIteration):
             arrays = self.source.batch(first, count)
             kinds = {type(each).__name__ for each in arrays} if isinstance(arrays, (tuple, list)) else {}
             found = f"it returned a {type(arrays).__name__}{f' of {first_of(sorted(kinds))}' if kinds else ''}"

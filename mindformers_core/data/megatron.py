@@ -38,14 +38,14 @@ def open_megatron(path):
     needed = int(pointers[-1]) + int(lengths[-1]) * dtype.itemsize
     if os.path.getsize(path) != needed:
         raise ValueError(f"{path} has {os.path.getsize(path)} bytes, not the {needed} that {index} speaks of")
-    return np.memmap(path, dtype, "r"), _Starts(pointers, documents, dtype.itemsize)
+    return np.memmap(path, dtype, "r"), _Starts(pointers, documents, dtype.itemsize, needed // dtype.itemsize)
 
 
 class _Starts:
     """Where documents begin, read from an index one by one: a sequence."""
 
-    def __init__(self, pointers, documents, size):
-        self._pointers, self._documents, self._size = pointers, documents, size
+    def __init__(self, pointers, documents, size, tokens):
+        self._pointers, self._documents, self._size, self._tokens = pointers, documents, size, tokens
 
     def __len__(self):
         return len(self._documents) - 1  # the last mark is the end
@@ -53,4 +53,7 @@ class _Starts:
     def __getitem__(self, number):
         if not 0 <= number < len(self):
             raise IndexError(number)
-        return int(self._pointers[self._documents[number]]) // self._size
+        first = int(self._documents[number])
+        if first == len(self._pointers):  # of an empty document behind the last sequence
+            return self._tokens
+        return int(self._pointers[first]) // self._size

@@ -53,9 +53,9 @@ class Mixture:
         return tuple((np.array(self.taken) + rounds * reduced + part).tolist())
 
     def changed(self, weights, end):
-        """The mixture that goes on with other weights from sample `end` on; new sources come last."""
-        taken = self.counts(end)
-        return Mixture(tuple(weights), end, taken + (0,) * (len(weights) - len(taken)))
+        """The mixture that goes on with other weights from sample `end` on; sources come and go at the end."""
+        taken = (*self.counts(end), *[0] * len(weights))
+        return Mixture(tuple(weights), end, taken[: len(weights)])
 
 
 @lru_cache(maxsize=8)

@@ -1,10 +1,12 @@
 """The order of an epoch's samples: a bijection of their numbers, computed anew for each. Pure Python."""
 
+from functools import lru_cache
+
 import numpy as np
 
 from mindformers_core.splitmix import GOLDEN, mixed
 
-_ROUNDS = 6
+_ROUNDS = 4  # of which such a network needs as many
 
 
 def shuffled(places, count, seed, epoch):
@@ -24,17 +26,21 @@ def shuffled(places, count, seed, epoch):
     """
     half = np.uint64(max(1, ((count - 1).bit_length() + 1) // 2))
     mask = (np.uint64(1) << half) - np.uint64(1)
-    with np.errstate(over="ignore"):
-        start = mixed(mixed(np.array([seed], np.uint64)) + np.array([epoch], np.uint64) * np.uint64(GOLDEN))
-        keys = mixed(start + np.arange(1, _ROUNDS + 1, dtype=np.uint64) * np.uint64(GOLDEN))
 
-        def network(numbers):
-            left, right = numbers >> half, numbers & mask
-            for key in keys:
-                left, right = right, left ^ (mixed(right + key) & mask)
-            return left << half | right
+    def network(numbers):
+        left, right = numbers >> half, numbers & mask
+        for key in _keys(seed, epoch):
+            left, right = right, left ^ (mixed(right + key) & mask)
+        return left << half | right
 
-        found = network(np.atleast_1d(np.asarray(places)).astype(np.uint64))
-        while (outside := found >= count).any():
-            found[outside] = network(found[outside])
+    found = network(np.atleast_1d(np.asarray(places)).astype(np.uint64))
+    while (outside := found >= count).any():
+        found[outside] = network(found[outside])
     return found.astype(np.int64).reshape(np.shape(places))
+
+
+@lru_cache(maxsize=64)
+def _keys(seed, epoch):
+    """Arrays of one number, so that sums of them wrap without a warning."""
+    start = mixed(mixed(np.array([seed], np.uint64)) + np.array([epoch], np.uint64) * np.uint64(GOLDEN))
+    return np.split(mixed(start + np.arange(1, _ROUNDS + 1, dtype=np.uint64) * np.uint64(GOLDEN)), _ROUNDS)

@@ -15,7 +15,7 @@ from mindformers_core.sharding.sharded_cells import tree_of
 
 def sample_arrays(recipe):
     """The whole arrays of one sample, each (1, …): a tuple of `TensorMeta`s."""
-    if recipe.train_dataset.factory or any(source.factory for source in recipe.train_dataset.sources):
+    if recipe.train_dataset.is_own:
         arrays = dataset_of(recipe).batch(0, 1)
         found = tuple(tensor_meta(array.shape, str(array.dtype)) for array in arrays)
     else:
@@ -66,14 +66,14 @@ def batch_reader(recipe, plan, cells, rank):
     return partial(local_batch, plan, batch_layouts(recipe, cells), rank, ignored_rows(recipe))
 
 
-def batch_layouts(recipe, cells):
-    """The layouts of the arrays of a micro-batch.
+def batch_layouts(recipe, cells, arrays=None):
+    """The layouts of the arrays of a micro-batch, by default of the recipe's dataset.
 
     Of a rank's stages, see `build_cells`, the first one that takes an array says what of it is read; where none does,
     it is cut over dp.
     """
     layouts, mesh = [], tree_of(next(iter(cells.values()))).mesh
-    for place, each in enumerate(sample_arrays(recipe)):
+    for place, each in enumerate(sample_arrays(recipe) if arrays is None else arrays):
         layout = Layout.on(mesh, (("dp",), *[()] * (len(each.shape) - 1)))
         for stage, net in reversed(cells.items()):
             boundary, name = tree_of(net).boundaries[""], _name(recipe, net, place)

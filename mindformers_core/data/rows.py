@@ -47,6 +47,8 @@ def _ids(row, where):
         raise ValueError(f"{where}: input_ids of {ids.dtype} {list(ids.shape)} should be whole numbers in a row")
     if labels is not None and (labels.shape != ids.shape or ((labels != -100) & (labels != ids)).any()):
         raise ValueError(f"{where}: labels should be those of input_ids, or -100, as many")
+    if ids.size and not 0 <= ids.min() <= ids.max() < 2**31:
+        raise ValueError(f"{where}: input_ids from {ids.min()} to {ids.max()}: token ids are 0 to 2**31 - 1")
     return ids, None if labels is None else labels != -100
 
 

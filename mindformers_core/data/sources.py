@@ -59,12 +59,16 @@ class Tokens:
     def about(self):
         """What has to be the same in a resumed run: sizes, and a checksum of the first and the last tokens."""
         ends = np.concatenate([self.ids[:_SAMPLE], self.ids[-_SAMPLE:]])
-        return {
+        found = {
             "name": os.path.basename(self.name),
             "tokens": len(self.ids),
             "documents": len(self.starts),
             "checksum": zlib.crc32(ends.tobytes()),
         }
+        if self.labels is not None:
+            ends = np.concatenate([self.labels[:_SAMPLE], self.labels[-_SAMPLE:]])
+            found["checksum of labels"] = zlib.crc32(ends.tobytes())
+        return found
 
 
 def open_tokens(paths, cache, tokenizer=None, max_bytes=None):
@@ -161,7 +165,8 @@ def _cached(files, suffix, tokenizer, max_bytes, cache):
             shutil.rmtree(unfinished, ignore_errors=True)
             os.makedirs(unfinished)
             try:
-                _write(unfinished, _documents(files, suffix, tokenizer, max_bytes), suffix or tokenizer)
+                if not _write(unfinished, _documents(files, suffix, tokenizer, max_bytes), suffix or tokenizer):
+                    raise ValueError(f"{first_of(files, 1)}: all documents are empty")
                 os.rename(unfinished, target)
             finally:
                 shutil.rmtree(unfinished, ignore_errors=True)
@@ -169,7 +174,7 @@ def _cached(files, suffix, tokenizer, max_bytes, cache):
 
 
 def _write(folder, documents, is_wide):
-    """Write documents, pairs as of `documents_of`; documents without tokens are left out."""
+    """Write documents, pairs as of `documents_of`, without those that have no tokens; returns the number of tokens."""
     with ExitStack() as stack:
         ids, starts, labels = (
             stack.enter_context(open(os.path.join(folder, name), "wb")) for name in ("ids", "starts", "labels")
@@ -183,6 +188,7 @@ def _write(folder, documents, is_wide):
                 place, is_masked = place + len(tokens), is_masked or own is not None
     if not is_masked:
         os.unlink(os.path.join(folder, "labels"))
+    return place
 
 
 def _documents(files, suffix, tokenizer, max_bytes):

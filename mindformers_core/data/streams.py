@@ -39,11 +39,12 @@ class Sequences:
     packs: bool = False
 
     def __post_init__(self):
-        if len(self) < 1:
-            count = len(self.source.ids)
+        count = len(self.source.ids)
+        if len(self) < 1 or count < 2:
             raise ValueError(
                 f"{self.source.name}: {count} tokens are too few for one sequence of train_dataset.seq_length "
-                f"{self.seq_length} and the token after it: give more text, or train_dataset.seq_length={count - 1}"
+                f"{self.seq_length} and the token after it: give more text"
+                + (f", or train_dataset.seq_length={count - 1}" if count > 1 else "")
             )
 
     def __len__(self):
@@ -89,21 +90,22 @@ class Stream:
 
     def batch(self, first, count):
         """Samples `first` … `first + count - 1`: a tuple of arrays with a first dim of `count`."""
-        found = [None] * count
         sources, numbers = self.mixture.places(first, count)
-        for place, (source, number) in enumerate(zip(sources.tolist(), numbers.tolist())):
-            found[place] = self.sample(source, number)
-        return tuple(map(np.stack, zip(*found)))
+        rows = np.empty(count, np.int64)
+        for source in set(sources.tolist()):
+            rows[sources == source] = self.rows(source, numbers[sources == source])
+        samples = [self.sources[source][row] for source, row in zip(sources.tolist(), rows.tolist())]
+        _check_alike(samples, sources, first)
+        return tuple(map(np.stack, zip(*samples)))
 
-    def sample(self, source, number):
-        """The arrays of a source's sample of this number, counted over all its epochs."""
-        epoch, place = divmod(number, len(self.sources[source]))
-        return self.sources[source][self.row(source, epoch, place)]
-
-    def row(self, source, epoch, place):
-        """The row of a source that an epoch has at a place."""
+    def rows(self, source, numbers):
+        """The rows of a source that its samples of these numbers are, which count over all its epochs: arrays."""
+        count, rows = len(self.sources[source]), np.empty(len(numbers), np.int64)
+        epochs, places = np.divmod(numbers, count)
         seed = (self.seed + source * GOLDEN) % 2**64  # sources of one length have orders of their own
-        return int(shuffled(place, len(self.sources[source]), seed, epoch))
+        for epoch in set(epochs.tolist()):
+            rows[epochs == epoch] = shuffled(places[epochs == epoch], count, seed, epoch)
+        return rows
 
     def epochs(self, end):
         """Of each source, how many of its epochs the samples before `end` are, as a fraction."""
@@ -133,6 +135,18 @@ class Stream:
             self,
             mixture=mixture if mixture.weights == self.mixture.weights else mixture.changed(self.mixture.weights, end),
         )
+
+
+def _check_alike(samples, sources, first):
+    """Raise `ValueError` for samples, the first of this number, that have not the same arrays."""
+    kinds = [[(array.dtype, array.shape) for array in sample] for sample in samples]
+    for place, kind in enumerate(kinds):
+        if kind != kinds[0]:
+            one, other = (", ".join(f"{dtype} {list(shape)}" for dtype, shape in each) for each in (kinds[0], kind))
+            raise ValueError(
+                f"sample {first} (of source {sources[0]}) has the arrays {one}, sample {first + place} (of source "
+                f"{sources[place]}) {other}: all samples need as many, of the same shapes and dtypes"
+            )
 
 
 def check_facts(saved, own, goes_on):

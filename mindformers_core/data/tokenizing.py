@@ -64,9 +64,11 @@ class Tokenizer:
         text, said = "", []
         for number, message in enumerate(messages):
             is_own = message["role"] == "assistant"
-            begin = len(self._render(messages[:number], is_own)) if is_own else 0
             whole = self._render(messages[: number + 1], False)
-            if not whole.startswith(text) or begin > len(whole):
+            # a prompt may go on in another way than the turn that it asks for, as with an empty block of thoughts
+            prompt = self._render(messages[:number], True) if is_own and number else text
+            begin = len(os.path.commonprefix([prompt, whole]))
+            if not whole.startswith(text) or begin < len(text):
                 raise ValueError(f"the chat template of {self._folder} changes earlier turns at message {number}")
             said += [(begin, len(whole))] * is_own
             text = whole

@@ -83,6 +83,9 @@ def _check_data(recipe):
     given = [key for key in ("data_path", "sources", "factory") if getattr(dataset, key)]
     if len(given) > 1:
         raise ValueError(f"train_dataset.{given[1]}: train_dataset.{given[0]} is given, too: give one of them")
+    for number, source in enumerate(dataset.sources):
+        if bool(source.data_path) == bool(source.factory):
+            raise ValueError(f"train_dataset.sources[{number}]: give one of data_path and factory")
     if recipe.spec.inputs:
         dataset_layouts(dataset, recipe.spec.inputs)
     if dataset.factory:

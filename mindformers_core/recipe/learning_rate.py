@@ -43,7 +43,7 @@ class LrScheduler(ScheduleSettings):
 SCHEDULES = {name: LrScheduler for name in (*_REST, "InverseSquareRootLR")}
 
 
-def learning_rate(recipe, step):
+def learning_rate(recipe, step, samples=1):
     """The learning rate of `step`, from 1; it needs no device, and is the same in a resumed run.
 
     During warm-up the rate increases linearly to `lr_scheduler.learning_rate`. After it the rate is constant
@@ -53,12 +53,14 @@ def learning_rate(recipe, step):
     sqrt(warm-up / step), never below `lr_end` (Vaswani et al. 2017; a warm-up of 0 counts as 1). In
     steps after the last one, which a loop of one's own may run, the rate stays at `lr_end`.
 
+    A user's schedule may ask for the number of steps, and for the tokens of one, of so many `samples`.
+
     Raises:
         ValueError, TypeError: a user's schedule gives no finite number from 0 up.
     """
     schedule, steps = recipe.lr_scheduler, recipe.training.steps
     if not isinstance(schedule, LrScheduler):
-        return _users(schedule, steps, step)
+        return _users(schedule, {"steps": steps, "tokens": samples * recipe.train_dataset.seq_length}, step)
     warmup, peak = schedule.warmup_steps, schedule.learning_rate
     if schedule.warmup_ratio is not None:
         warmup = math.ceil(schedule.warmup_ratio * steps)
@@ -71,12 +73,11 @@ def learning_rate(recipe, step):
     return schedule.lr_end + (peak - schedule.lr_end) * _REST[schedule.type](min(1.0, (step - warmup) / after), start)
 
 
-def _users(schedule, steps, step):
+def _users(schedule, offered, step):
     """The rate by a component of an import path."""
     component = import_object(schedule.type, "lr_scheduler.type")
     settings = {each.name: getattr(schedule, each.name) for each in fields(schedule) if each.name != "type"}
-    if "steps" in inspect.signature(component).parameters:
-        settings["steps"] = steps
+    settings |= {name: offered[name] for name in offered.keys() & inspect.signature(component).parameters.keys()}
     rate = component(**settings)(step) if isinstance(component, type) else component(step, **settings)
     if not isinstance(rate, Real) or not 0 <= rate < math.inf:
         raise ValueError(f"lr_scheduler.type: {schedule.type} gave {rate!r} at step {step}: it should be from 0 up")

@@ -25,7 +25,7 @@ from mindformers_core.scopes import errors_at
 
 _COMPONENTS = {  # section whose key `type` names a component -> arguments of `named_section`
     "optimizer": (OPTIMIZERS, optimizer_base, 2, ("learning_rate", "lr")),
-    "lr_scheduler": (SCHEDULES, lambda names: ScheduleSettings, 1, ("steps",)),
+    "lr_scheduler": (SCHEDULES, lambda names: ScheduleSettings, 1, ("steps", "tokens")),
 }
 _OF_A_MACHINE = ("train_dataset.cache_dir",)  # keys that ranks may have different values of
 

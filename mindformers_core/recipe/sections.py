@@ -98,6 +98,11 @@ class TrainDataset:
     # as [[dp, null, tp], [dp]]; default: what the model's shard() declares
     dataset_strategy: str | list | None = field(default=None, hash=False)
 
+    @property
+    def is_own(self):
+        """Whether a user's function opens samples of it."""
+        return bool(self.factory or any(source.factory for source in self.sources))
+
 
 @dataclass(frozen=True)
 class Evaluation:

@@ -201,7 +201,7 @@ class Trainer:
         batch = self._batches.get(self.consumed, self.consumed + self.plan.samples)
         self.step += 1
         self.consumed += self.plan.samples
-        rate, scale = learning_rate(self.recipe, self.step), self.loss_scale
+        rate, scale = learning_rate(self.recipe, self.step, self.plan.samples), self.loss_scale
         value = scale.value if scale else None
         scalars = self.optimizer.scalars(self.step - self.skipped, rate)
         loss, norm, odd, norms = self.run_step(tuple(map(ms.Tensor, batch)), scalars, self.checkpointer.await_copies)
