@@ -223,6 +223,34 @@ def test_adapters_in_python(tmp_path):
     assert sorted(name for _, name in saved.tensors) == sorted(dict(Own().parameters_and_names()))
 
 
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("has_base", [True, False])
+def test_what_is_trained_beside_adapters_is_saved(tmp_path, has_base):
+    """A head, with which the adapters' base is that of other weights alone."""
+    base, folders = Own(), [str(tmp_path / name) for name in ("base", "run", "merged")]
+    Checkpointer(folders[0], base).save(1)
+
+    def begun():
+        net = Own()
+        add_adapters(net, 2, ["up"])
+        net.act.weight.requires_grad = True
+        return net, Checkpointer(folders[1], net)
+
+    (net, saving), (again, loading) = begun(), begun()
+    if has_base:
+        assert saving.load(folders[0]) == 0
+    net.act.weight.set_data(net.act.weight + 1)
+    saved = saving.save(3)
+    assert loading.load() == 3
+    for name in ("act.weight", *(["down.weight"] if has_base else [])):
+        own, other = (dict(each.parameters_and_names())[name].asnumpy() for each in (net, again))
+        np.testing.assert_array_equal(own, other, err_msg=name)
+    if has_base:
+        assert main(["convert", saved, folders[2]]) == 0
+        merged = load_file(f"{folders[2]}/model-00001-of-00001.safetensors")
+        np.testing.assert_array_equal(merged["act.weight"], net.act.weight.asnumpy())
+
+
 def test_adapters_are_cut_as_their_weights():
     """By a plan for a user's Cells: B with the rows of W, A with its columns."""
 

@@ -94,7 +94,8 @@ def by_tokens(step, tokens, warmup_tokens: int = 1):
 
 def test_learning_rates():
     stable = "{type: WarmUpStableDecayLR, learning_rate: 1.0, lr_end: 0.2, warmup_steps: 10, decay_start_ratio: 0.8}"
-    assert rates(stable, 5, 10, 80, 90, 100) == pytest.approx([0.5, 1.0, 1.0, 0.6, 0.2])
+    assert rates(stable, 5, 10, 80, 90, 100, 150) == pytest.approx([0.5, 1.0, 1.0, 0.6, 0.2, 0.2])
+    assert rates("{type: LinearWithWarmUpLR, learning_rate: 1.0}", 50, 100, 101) == pytest.approx([0.5, 0.0, 0.0])
     root = "{type: InverseSquareRootLR, learning_rate: 1.0, lr_end: 0.4, warmup_steps: 16}"
     assert rates(root, 8, 16, 64, 100) == pytest.approx([0.5, 1.0, 0.5, 0.4])
     assert rates("{type: InverseSquareRootLR, learning_rate: 1.0}", 1, 4) == pytest.approx([1.0, 0.5])

@@ -41,12 +41,16 @@ def model_parts(cells, rank, file_name=lambda path: path):
 
 def parts_of(checkpoint, parts):
     """Those of `Part`s, a dict as of `model_parts`, that a `Checkpoint` has: no adapters where it has none, and no
-    weights beneath adapters where it has no base. Those that are saved for None: not what is beneath adapters.
+    weights beneath adapters where it has no base. Those that are saved for None: not what is frozen beneath adapters.
     """
-    if checkpoint is None:
-        return {part: each for part, each in parts.items() if not getattr(each, "is_base", False)}
-    groups = {group for group, _ in checkpoint.tensors}
-    return {part: each for part, each in parts.items() if part.group in groups or not has_adapters(parts)}
+    if checkpoint is not None and has_adapters(parts):
+        groups = {group for group, _ in checkpoint.tensors}
+        parts = {part: each for part, each in parts.items() if part.group in groups}
+    if checkpoint is None or (checkpoint.adapters and checkpoint.base is None):
+        parts = {
+            part: each for part, each in parts.items() if each.requires_grad or not getattr(each, "is_base", False)
+        }
+    return parts
 
 
 def has_adapters(parts):

@@ -90,7 +90,7 @@ def add_adapters(net, rank, patterns, alpha=None, dropout=0.0):
         if isinstance(layer, _Adapted) or hasattr(layer.weight, "layout"):
             raise ValueError(f"'{path}' is sharded, or has an adapter: call add_adapters() once, before shard()")
     for parameter in net.get_parameters():
-        parameter.requires_grad, parameter.is_base = False, True  # checkpoints leave out what is beneath adapters
+        parameter.requires_grad, parameter.is_base = False, True  # checkpoints leave out what stays frozen
     for path, layer in layers.items():
         (rows, columns), dtype = layer.weight.shape, layer.weight.dtype
         layer.__class__ = _adapted_class(type(layer))

@@ -44,13 +44,14 @@ SCHEDULES = {name: LrScheduler for name in (*_REST, "InverseSquareRootLR")}
 
 
 def learning_rate(recipe, step, samples=1):
-    """The learning rate of `step`, from 1 to `training.steps`; it needs no device, and is the same in a resumed run.
+    """The learning rate of `step`, from 1; it needs no device, and is the same in a resumed run.
 
     During warm-up the rate increases linearly to `lr_scheduler.learning_rate`. After it the rate is constant
     (ConstantWarmUpLR), or decreases to `lr_end` at the last step, linearly (LinearWithWarmUpLR), as half a cosine
     (CosineWithWarmUpLR; Loshchilov and Hutter 2017, without restarts), or constant up to a share of all steps and then
     linearly (WarmUpStableDecayLR; Hu et al., MiniCPM, 2024). InverseSquareRootLR is the rate times
-    sqrt(warm-up / step), never below `lr_end` (Vaswani et al. 2017; a warm-up of 0 counts as 1).
+    sqrt(warm-up / step), never below `lr_end` (Vaswani et al. 2017; a warm-up of 0 counts as 1). In
+    steps after the last one, which a loop of one's own may run, the rate stays at `lr_end`.
 
     A user's schedule may ask for the number of steps, and for the tokens of one, of so many `samples`.
 
@@ -69,7 +70,7 @@ def learning_rate(recipe, step, samples=1):
         return max(schedule.lr_end, peak * math.sqrt(max(1, warmup) / step))
     after = max(1, steps - warmup)
     start = max(0.0, (schedule.decay_start_ratio * steps - warmup) / after)
-    return schedule.lr_end + (peak - schedule.lr_end) * _REST[schedule.type]((step - warmup) / after, start)
+    return schedule.lr_end + (peak - schedule.lr_end) * _REST[schedule.type](min(1.0, (step - warmup) / after), start)
 
 
 def _users(schedule, offered, step):
