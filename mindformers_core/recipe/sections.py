@@ -89,7 +89,7 @@ class TrainDataset:
     packing: Literal["none", "documents"] = "none"  # documents: whole ones in a sequence, each for itself
     on_change: Literal["end", "go_on"] = "end"  # where a resumed run has other data
     seq_length: int = bounded(1024, 1, 2**24)
-    max_bytes: int = bounded(16_000_000, 1, 2**50)  # further bytes of text are ignored
+    max_bytes: int | None = bounded(None, 1, 2**50)  # further bytes of text are ignored; default: none
     seed: int | None = bounded(None, 0, 2**32 - 1)  # of the order of samples; default: training.seed
     cache_dir: str = "~/.cache/mindformers_core"  # folder for the tokens of text and rows
     factory: str = ""  # package.module:function that opens a user's dataset, see docs/data.md
