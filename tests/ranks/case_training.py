@@ -33,7 +33,7 @@ def job_on(shape, ranks, *overrides):
     recipe = load_recipe(str(CONFIGS / "llama_tiny_cpu.yaml"), [*SMALL, *overrides])
     tokens = np.random.default_rng(0).integers(0, 256, 5000)
     mesh = init_device_mesh(shape, MESH_AXES, ranks)
-    return Trainer(recipe, mesh=mesh, dataset=token_stream(tokens, 16, seed=1))
+    return Trainer(recipe, mesh=mesh, dataset=token_stream(tokens, 16, seed=2))
 
 
 @once
