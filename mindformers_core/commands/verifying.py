@@ -50,7 +50,7 @@ def verify_recipe(recipe, full=False):
     def step(rank, cells):
         ms.set_seed(recipe.training.seed)
         run_passes, clip, optimizer, _ = step_parts(recipe, mesh, cells)
-        arrays = batch_reader(recipe, plan, cells, rank)(data)
+        arrays = batch_reader(recipe, plan, cells, rank, data)(data)
         results, gradients = run_passes(tuple(as_computed(ms.Tensor(array)) for array in arrays))
         share = plan.micro_batches if is_sum else 1  # of a run's loss: passes are compared by their mean
         losses = {(None, run): [(loss / share, None)] for run, (loss, *_) in enumerate(results)}

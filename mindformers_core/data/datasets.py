@@ -37,8 +37,9 @@ def dataset_of(recipe):
     """
     section, seed = recipe.train_dataset, recipe.data_seed
     if section.factory:
-        dataset = _own(section.factory, "train_dataset.factory", section, recipe.model, seed)
-        return given_dataset(dataset, section.factory, seed)
+        dataset = _opened(section.factory, "train_dataset.factory", section, recipe.model, seed)
+        with errors_at("train_dataset.factory: ", kinds=TypeError):
+            return given_dataset(dataset, section.factory, seed)
     return open_dataset(section, recipe.model, seed)
 
 
@@ -52,7 +53,7 @@ def given_dataset(dataset, name, seed):
         return dataset
     if hasattr(dataset, "create_tuple_iterator"):
         return OwnDataset(InOrder(dataset), name, seed)
-    if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
+    if _is_indexed(dataset):
         return Stream((Samples(dataset, name),), Mixture((1,)), seed)
     if hasattr(dataset, "batch"):
         return OwnDataset(dataset, name, seed)
@@ -75,8 +76,9 @@ def open_dataset(section, model, seed):
     for number, source in enumerate(sources):
         where = f"train_dataset.sources[{number}]" if section.sources else "train_dataset"
         if source.factory:
-            own = _own(source.factory, f"{where}.factory", section, model, seed)
-            opened.append(Samples(own, source.factory))
+            own = _opened(source.factory, f"{where}.factory", section, model, seed)
+            with errors_at(f"{where}.factory: ", kinds=TypeError):
+                opened.append(Samples(own, source.factory))
             continue
         with errors_at(f"{where}.data_path: ", kinds=(OSError, ValueError)):
             tokens = open_tokens(source.data_path, os.path.expanduser(section.cache_dir), tokenizer, section.max_bytes)
@@ -85,23 +87,15 @@ def open_dataset(section, model, seed):
         return Stream(tuple(opened), Mixture(tuple(source.weight for source in sources)), seed)
 
 
-def _own(path, key, section, model, seed):
+def _opened(path, key, section, model, seed):
     """What the function at an import path returns."""
     with errors_at(f"{key}: ", kinds=ValueError):
         factory = import_object(path, "dataset")
-    dataset = factory(section, model, seed)
-    is_indexed = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
-    is_stream = key == "train_dataset.factory" and any(
-        hasattr(dataset, name) for name in ("batch", "create_tuple_iterator")
-    )
-    if not is_indexed and not is_stream:
-        raise TypeError(
-            f"{key}: {path} returned {dataset!r}, which has neither len() and an index, nor a method batch(first, "
-            "count): docs/data.md"
-        )
-    if is_indexed and len(dataset) == 0:
-        raise DataError(f"{key}: {path} returned an object without samples: its len() is 0")
-    return dataset
+    return factory(section, model, seed)
+
+
+def _is_indexed(dataset):
+    return hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
 
 
 @dataclass(frozen=True)
@@ -114,6 +108,12 @@ class Samples:
     source: object
     factory: str
     _lock: Lock = field(default_factory=Lock, init=False, repr=False, compare=False)
+
+    def __post_init__(self):
+        if not _is_indexed(self.source):
+            raise TypeError(f"{self.factory}: {self.source!r} has no len() and no index: docs/data.md")
+        if len(self.source) == 0:
+            raise DataError(f"{self.factory}: an object without samples: its len() is 0")
 
     def __len__(self):
         return len(self.source)

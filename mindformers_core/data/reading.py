@@ -54,7 +54,7 @@ def _name(recipe, net, place):
     return names[place] if place and names else arguments[min(place, len(arguments) - 1)]
 
 
-def batch_reader(recipe, plan, cells, rank):
+def batch_reader(recipe, plan, cells, rank, dataset):
     """The function of a dataset and the number of samples of earlier steps that reads a step's arrays: `local_batch`.
 
     Args:
@@ -62,18 +62,19 @@ def batch_reader(recipe, plan, cells, rank):
         plan: its `BatchPlan`.
         cells: see `batch_layouts`.
         rank: number of the rank.
+        dataset: one whose samples have the same arrays.
     """
-    return partial(local_batch, plan, batch_layouts(recipe, cells), rank, ignored_rows(recipe))
+    return partial(local_batch, plan, batch_layouts(recipe, cells, dataset), rank, ignored_rows(recipe))
 
 
-def batch_layouts(recipe, cells, arrays=None):
-    """The layouts of the arrays of a micro-batch, by default of the recipe's dataset.
+def batch_layouts(recipe, cells, dataset):
+    """The layouts of the arrays of a micro-batch of a dataset.
 
     Of a rank's stages, see `build_cells`, the first one that takes an array says what of it is read; where none does,
     it is cut over dp.
     """
     layouts, mesh = [], tree_of(next(iter(cells.values()))).mesh
-    for place, each in enumerate(sample_arrays(recipe) if arrays is None else arrays):
+    for place, each in enumerate(dataset.batch(0, 1)):
         layout = Layout.on(mesh, (("dp",), *[()] * (len(each.shape) - 1)))
         for stage, net in reversed(cells.items()):
             boundary, name = tree_of(net).boundaries[""], _name(recipe, net, place)

@@ -3,12 +3,14 @@
 import hashlib
 import json
 import os
+from functools import lru_cache
 
 import numpy as np
 
 from mindformers_core.hints import install_hint
+from mindformers_core.serving.prompts import TOKENIZER, load_tokenizer
 
-_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+_FILES = (TOKENIZER, "tokenizer_config.json", "chat_template.jinja")
 
 
 class Tokenizer:
@@ -28,16 +30,7 @@ class Tokenizer:
         self._folder, path = folder, os.path.join(folder, _FILES[0])
         if not os.path.isfile(path):
             raise FileNotFoundError(f"there is no file '{path}'")
-        try:
-            from tokenizers import Tokenizer as Library
-        except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(
-                f"{path} needs tokenizers: {install_hint('tokenizer')}", name="tokenizers"
-            ) from error
-        try:
-            self._library = Library.from_file(path)
-        except Exception as error:  # what the package raises
-            raise ValueError(f"{path} isn't a Hugging Face tokenizer: {error}") from error
+        self._library = load_tokenizer(path)
         contents = {}
         for name in filter(lambda name: os.path.isfile(os.path.join(folder, name)), _FILES):
             with open(os.path.join(folder, name), "rb") as file:
@@ -81,26 +74,28 @@ class Tokenizer:
 
     def _render(self, messages, prompts):
         """The text of messages, with the beginning of an assistant's turn where it `prompts`."""
-        if not messages:
-            return ""
         if not self._template:
             raise ValueError(f"{self._folder} has no chat template, which conversations need")
-        try:
-            from jinja2.sandbox import ImmutableSandboxedEnvironment
-        except ModuleNotFoundError as error:
-            text = f"conversations need jinja2: {install_hint('tokenizer')}"
-            raise ModuleNotFoundError(text, name="jinja2") from error
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        environment.globals["raise_exception"] = _refuse
         special = {name: self._special(name) or "" for name in ("bos_token", "eos_token")}
-        return environment.from_string(self._template).render(
-            messages=messages, add_generation_prompt=prompts, **special
-        )
+        return _compiled(self._template).render(messages=messages, add_generation_prompt=prompts, **special)
 
     def _special(self, name):
         """The text of a special token, which files have alone or as an entry `content`."""
         token = self._settings.get(name)
         return token.get("content") if isinstance(token, dict) else token
+
+
+@lru_cache(maxsize=8)
+def _compiled(template):
+    """A chat template that many conversations are rendered by."""
+    try:
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+    except ModuleNotFoundError as error:
+        text = f"conversations need jinja2: {install_hint('tokenizer')}"
+        raise ModuleNotFoundError(text, name="jinja2") from error
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    environment.globals["raise_exception"] = _refuse
+    return environment.from_string(template)
 
 
 def _refuse(text):

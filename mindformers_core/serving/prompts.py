@@ -44,18 +44,7 @@ def tokens_of(given, folder, takes_bytes, vocab_size=None, stops=()):
     if given and given != BYTES and not os.path.isfile(path):
         raise FileNotFoundError(f"--tokenizer: there is no file '{path}'")
     if given != BYTES and os.path.isfile(path):
-        try:
-            from tokenizers import Tokenizer
-        except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(
-                f"{path} needs the package tokenizers: {install_hint('tokenizer')}, or give --tokenizer {BYTES} for a "
-                "model of bytes",
-                name="tokenizers",
-            ) from error
-        try:
-            tokenizer = Tokenizer.from_file(path)
-        except Exception as error:  # what the package raises
-            raise ValueError(f"{path} isn't a Hugging Face tokenizer: {error}") from error
+        tokenizer = load_tokenizer(path, f", or give --tokenizer {BYTES} for a model of bytes")
         return Tokens(lambda text: tokenizer.encode(text).ids, tokenizer.decode, tuple(stops))
     if not given and not takes_bytes:
         raise ValueError(
@@ -65,6 +54,24 @@ def tokens_of(given, folder, takes_bytes, vocab_size=None, stops=()):
     if vocab_size is not None and vocab_size < 256:
         raise ValueError(f"--tokenizer {BYTES}: model.vocab_size {vocab_size} is too small for bytes: at least 256")
     return Tokens(lambda text: list(text.encode()), _text_of_bytes)
+
+
+def load_tokenizer(path, otherwise=""):
+    """The object of the package `tokenizers` of a Hugging Face `tokenizer.json`.
+
+    Raises:
+        ModuleNotFoundError: the package isn't installed; `otherwise` says what else would work.
+        ValueError: a file that is no tokenizer.
+    """
+    try:
+        from tokenizers import Tokenizer
+    except ModuleNotFoundError as error:
+        hint = f"{install_hint('tokenizer')}{otherwise}"
+        raise ModuleNotFoundError(f"{path} needs the package tokenizers: {hint}", name="tokenizers") from error
+    try:
+        return Tokenizer.from_file(path)
+    except Exception as error:  # what the package raises
+        raise ValueError(f"{path} isn't a Hugging Face tokenizer: {error}") from error
 
 
 def _text_of_bytes(ids):

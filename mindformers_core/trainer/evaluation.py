@@ -48,7 +48,7 @@ def evaluate(recipe, plan, rank, cells, forward, dataset):
         forward: see `model_passes`.
         dataset: see `dataset_of`.
     """
-    layouts, form, found = batch_layouts(recipe, cells, dataset.batch(0, 1)), recipe.spec.loss, []
+    layouts, form, found = batch_layouts(recipe, cells, dataset), recipe.spec.loss, []
     alike = [each.replace(dims=[tuple(a for a in dim if a != "dp") for dim in each.dims]) for each in layouts]
 
     def batch(first, rows, is_alike):

@@ -92,7 +92,7 @@ class Trainer:
         ms.set_seed(recipe.training.seed)
         start_recording(recipe, mesh, self.plan, self.rank)
         self.cells = build_cells(recipe, mesh, self.rank)
-        read = batch_reader(recipe, self.plan, self.cells, self.rank)
+        read = batch_reader(recipe, self.plan, self.cells, self.rank, self.dataset)
         self._batches = Ahead(lambda consumed: read(self.dataset, consumed))
         ms.manual_seed(recipe.training.seed)  # after the constructors, of which stages call others
         self.loss_scale = loss_scale_of(recipe, mesh)
