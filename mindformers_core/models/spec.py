@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, is_dataclass
+from inspect import signature
 from types import MappingProxyType
 
 from mindformers_core.hints import check_loss, nearest
@@ -9,18 +10,33 @@ from mindformers_core.lazy_exports import import_object
 from mindformers_core.models.configuration import LlamaConfig
 from mindformers_core.operators.signature import tensor_meta
 
+_OF_RANKS = "model_comm_pgs", "vp_stage"
+
 
 @dataclass(frozen=True)
-class LayerSpec:
-    """A decoder layer's class and those of its parts, so that a user can replace them.
+class ModuleSpec:
+    """The class of a decoder layer, or of a part of one, and those of its parts, so that a user can replace them.
 
     Attributes:
-        module: the layer's class, made by `module(config, layer_number, **submodules)`.
-        submodules: classes by argument name.
+        module: the class, of which `build_module` makes the Cell.
+        submodules: classes, or their specs, by argument name.
     """
 
     module: type
     submodules: dict = field(default_factory=dict)
+
+
+def build_module(spec, *args, **kwargs):
+    """The Cell of a `ModuleSpec`, or of a class: `module(*args, **kwargs, **submodules)` (the name is Megatron-LM's).
+
+    `model_comm_pgs` and `vp_stage` are left out for a class that doesn't take them: here, a mesh says which ranks
+    communicate, and a `LayerRange` which layers a stage has.
+    """
+    module, submodules = (spec.module, spec.submodules) if isinstance(spec, ModuleSpec) else (spec, {})
+    taken = signature(module.__init__).parameters
+    if all(each.kind != each.VAR_KEYWORD for each in taken.values()):
+        kwargs = {name: kwargs[name] for name in kwargs if name in taken or name not in _OF_RANKS}
+    return module(*args, **kwargs, **submodules)
 
 
 @dataclass(frozen=True)

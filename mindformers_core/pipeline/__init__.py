@@ -25,6 +25,7 @@ _EXPORTS = {
     "schedules.from_table": "schedule_of_table",
     "stage": "PipelineStage",
     "layer_split": "split_layers stages_of_rank",
+    "layer_offset": "get_transformer_layer_offset",
 }
 
 __all__, __getattr__, __dir__ = lazy_exports(__name__, _EXPORTS)
