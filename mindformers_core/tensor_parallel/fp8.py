@@ -18,6 +18,7 @@ from mindformers_core.dtensor.interception import custom_operator
 from mindformers_core.hints import nearest
 from mindformers_core.layout import Layout
 from mindformers_core.lazy_exports import import_object
+from mindformers_core.mindspore_private import outside_of_meta
 from mindformers_core.operators import Algorithm, elementwise, equation, register_algorithm, register_operator
 from mindformers_core.operators.registry import NO_GRADIENT
 from mindformers_core.operators.saved import NOTHING
@@ -37,11 +38,13 @@ class _Rounding(nn.Cell):
         super().__init__(auto_prefix=False)
         powers = 2.0 ** np.arange(low, high + 1)
         self.limits = Tensor(1.75 * 2.0 ** np.arange(_LEAST, 128), ms.float32)
-        self.scales = Tensor([*2.0 ** (high - np.arange(_LEAST, 128.0)), 0.0], ms.float32)  # 0: infinite, becomes NaN
+        self.scales = Tensor([*2.0 ** (high - np.arange(_LEAST, 128.0)), np.nan], ms.float32)  # NaN: of infinity
         self.borders, self.spacings = Tensor(powers[1:], ms.float32), Tensor(powers * 2.0**-bits, ms.float32)
 
     def construct(self, x, largest):
-        scale = ops.gather(self.scales, ops.searchsorted(self.limits, ops.reshape(ops.cast(largest, ms.float32), (1,))), 0)
+        scale = ops.gather(
+            self.scales, ops.searchsorted(self.limits, ops.reshape(ops.cast(largest, ms.float32), (1,))), 0
+        )
         scaled = ops.cast(x, ms.float32) * scale
         spacing = ops.gather(self.spacings, ops.searchsorted(self.borders, ops.abs(scaled), right=True), 0)
         return ops.round(scaled / spacing) * spacing / scale
@@ -49,7 +52,8 @@ class _Rounding(nn.Cell):
 
 @cache
 def _rounding(form):
-    return _Rounding(*FORMATS[form])
+    with outside_of_meta():  # a capture may be the first to ask
+        return _Rounding(*FORMATS[form])
 
 
 def simulated(x, largest, form):
@@ -178,20 +182,18 @@ class _Probed(nn.Cell):
         return gradient, ops.reshape(ops.amax(ops.abs(gradient)), (1,))
 
 
-@cache
-def _cell(kind, *given):
-    return kind(*given)
+_probe_cell, _probed_cell = cache(_Probe), cache(_Probed)
 
 
 def probe(y, form, name, parts):
     """`_Probe`; the operators behind a Cell with a `bprop` are for graphs, see `communicator._Shared`."""
-    y, probes = _cell(_Probe, form, name, parts)(y)
+    y, probes = _probe_cell(form, name, parts)(y)
     return ops.reshape(y, y.shape[1:]), ops.reshape(probes, (parts,))
 
 
 def probed(y, part):
     """`_Probed`."""
-    y = _cell(_Probed)(y, part)
+    y = _probed_cell()(y, part)
     return ops.reshape(y, y.shape[1:])
 
 
