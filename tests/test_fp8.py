@@ -36,14 +36,13 @@ layers = page("my_layers")
 
 @dataclass(frozen=True)
 class TowerConfig:
-    """In float64, in which no order of a sum is seen where numbers are rounded to float8."""
+    """In float64 the order of a sum doesn't decide to which number of float8 its result is rounded."""
 
     hidden_size: int = 16
     intermediate_size: int = 32
     num_hidden_layers: int = 4
-    dtype: str = "float64"
     fp8: str | None = None
-    first_last_layers_bf16: bool = False
+    wide: bool = True  # in float64
 
 
 class Tower(nn.Cell):
@@ -52,10 +51,10 @@ class Tower(nn.Cell):
     def __init__(self, config, layers=None):
         super().__init__()
         part = LayerRange(0, config.num_hidden_layers) if layers is None else layers
-        self.is_last, self.dtype, self.layers = part.is_last, getattr(ms, config.dtype), nn.CellDict()
+        self.is_last, self.dtype, self.layers = part.is_last, getattr(ms, dtype_of(config)), nn.CellDict()
         for number in range(part.offset, part.offset + part.count):
             with get_fp8_context(config, number, is_init=True):
-                self.layers[str(number)] = build_module(LAYER, config, number + 1)
+                self.layers[str(number)] = layer_of(config, number + 1)
 
     def shard(self, config):
         batch = layout(config.batch_axes, ...)
@@ -65,17 +64,25 @@ class Tower(nn.Cell):
         x = ops.cast(samples, self.dtype)
         for layer in self.layers.values():
             x = layer(x)
-        sizes = ops.pow(ops.cast(labels, self.dtype) + 10.0, -6.0)
-        return ops.mean(ops.sum(ops.tanh(x), -1) * sizes) if self.is_last else x
+        sizes = ops.pow(10.0, -ops.cast(labels, self.dtype))
+        return ops.mean(ops.sum(ops.tanh(x) + 1.0, -1) * sizes) if self.is_last else x
 
 
 class Spread:
-    """An endless stream of samples whose sizes are 1 to 1e-6, and labels, 0 to 9_990."""
+    """An endless stream of samples whose sizes are 1 to 1e-6, and labels, powers of 0.1 by which they weigh."""
 
     def batch(self, first, count):
         draws = [np.random.default_rng((3, number)) for number in range(first, first + count)]
         samples = [draw.standard_normal(16) * 10.0 ** -draw.integers(0, 7) for draw in draws]
-        return np.stack(samples).astype(np.float32), np.array([10 * draw.integers(1000) for draw in draws], np.int32)
+        return np.stack(samples).astype(np.float32), np.array([draw.integers(10) for draw in draws], np.int32)
+
+
+def dtype_of(config):
+    return "float64" if config.wide else "float32"
+
+
+def layer_of(config, number):
+    return layers.Layer(SimpleNamespace(**vars(config), dtype=dtype_of(config)), number)
 
 
 LAYER = ModuleSpec(layers.Layer)
@@ -83,7 +90,7 @@ TOWER = ModelSpec(
     Tower,
     TowerConfig,
     inputs=("samples", "labels"),
-    boundary=lambda config, batch, length: tensor_meta((batch, config.hidden_size), config.dtype),
+    boundary=lambda config, batch, length: tensor_meta((batch, config.hidden_size), dtype_of(config)),
 )
 
 

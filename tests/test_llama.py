@@ -10,7 +10,7 @@ from mindspore.common.initializer import Normal
 from support.split_models import batch as small_batch
 
 from mindformers_core.layout import layout
-from mindformers_core.models import ModuleSpec, LlamaConfig, LlamaForCausalLM, LlamaModel
+from mindformers_core.models import LlamaConfig, LlamaForCausalLM, LlamaModel, ModuleSpec
 from mindformers_core.models.attention import LlamaAttention, causal_mask
 from mindformers_core.models.llama import LlamaDecoderLayer, LlamaMLP
 from mindformers_core.models.rotary import apply_rotary, rotary_tables

@@ -13,7 +13,7 @@ from mindformers_core.capture.algorithm_graph import algorithm_of
 from mindformers_core.explaining.report import make_report
 from mindformers_core.layout import layout
 from mindformers_core.mesh import init_device_mesh
-from mindformers_core.models import ModuleSpec, LlamaConfig, LlamaForCausalLM
+from mindformers_core.models import LlamaConfig, LlamaForCausalLM, ModuleSpec
 from mindformers_core.models.llama import LLAMA_LAYER, LlamaDecoderLayer
 from mindformers_core.operators import tensor_meta
 from mindformers_core.tensor_parallel import prepare, shard

@@ -42,9 +42,8 @@ class _Rounding(nn.Cell):
         self.borders, self.spacings = Tensor(powers[1:], ms.float32), Tensor(powers * 2.0**-bits, ms.float32)
 
     def construct(self, x, largest):
-        scale = ops.gather(
-            self.scales, ops.searchsorted(self.limits, ops.reshape(ops.cast(largest, ms.float32), (1,))), 0
-        )
+        largest = ops.reshape(ops.cast(largest, ms.float32), (1,))
+        scale = ops.gather(self.scales, ops.searchsorted(self.limits, largest), 0)
         scaled = ops.cast(x, ms.float32) * scale
         spacing = ops.gather(self.spacings, ops.searchsorted(self.borders, ops.abs(scaled), right=True), 0)
         return ops.round(scaled / spacing) * spacing / scale
@@ -153,7 +152,8 @@ def largest(x):
 
 def rounded(x, largest, form, name):
     """`x` by a policy's `quantize`; the gradient is that of `x`. The difference that is added is exact (Sterbenz)."""
-    return x + ops.stop_gradient(fp8_policy(name).quantize(x, largest, form) - x)
+    value = ops.stop_gradient(x)
+    return x + (fp8_policy(name).quantize(value, largest, form) - value)
 
 
 class _Probe(nn.Cell):
@@ -162,6 +162,7 @@ class _Probe(nn.Cell):
     def __init__(self, form, name, parts):
         super().__init__(auto_prefix=False)
         self.form, self.parts, self.quantize = form, parts, fp8_policy(name).quantize
+        self.used_bprop_inputs = (2,)  # the gradients: PyNative doesn't keep `y`
 
     def construct(self, y):
         probe = ops.slice(ops.reshape(y, (1, -1)), (0, 0), (1, 1))  # any numbers, but no constants, which have none
@@ -173,6 +174,10 @@ class _Probe(nn.Cell):
 
 class _Probed(nn.Cell):
     """`y`, with whose gradient a probe, of shape (1,), gets the largest absolute value of it."""
+
+    def __init__(self):
+        super().__init__(auto_prefix=False)
+        self.used_bprop_inputs = (3,)
 
     def construct(self, y, probe):
         return ops.expand_dims(y, 0)
