@@ -5,6 +5,7 @@ from types import MappingProxyType
 
 import numpy as np
 
+from mindformers_core.data.damage import read_as
 from mindformers_core.hints import first_of, install_hint
 
 _FIELDS = ("input_ids", "messages", "text")
@@ -41,8 +42,8 @@ def documents_of(path, suffix, tokenizer):
 
 
 def _ids(row, where):
-    ids = np.asarray(row["input_ids"])
-    labels = None if row.get("labels") is None else np.asarray(row["labels"])
+    ids = _array(row["input_ids"])
+    labels = None if row.get("labels") is None else _array(row["labels"])
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise ValueError(f"{where}: input_ids of {ids.dtype} {list(ids.shape)} should be whole numbers in a row")
     if labels is not None and (labels.shape != ids.shape or ((labels != -100) & (labels != ids)).any()):
@@ -52,8 +53,15 @@ def _ids(row, where):
     return ids, None if labels is None else labels != -100
 
 
+def _array(values):
+    try:
+        return np.asarray(values)
+    except ValueError:  # lists of different lengths
+        return np.asarray(values, object)
+
+
 def _json_lines(path):
-    with open(path, encoding="utf-8") as file:
+    with read_as(path, "JSON lines", UnicodeDecodeError), open(path, encoding="utf-8") as file:
         for number, line in enumerate(file):
             if line.strip():
                 try:
@@ -67,22 +75,18 @@ def _parquet(path):
         from pyarrow import ArrowException, parquet
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(f"{path} needs pyarrow: {install_hint('parquet')}", name="pyarrow") from error
-    try:
+    with read_as(path, "Parquet", ArrowException):
         for batch in parquet.ParquetFile(path).iter_batches(1024):
             yield from batch.to_pylist()
-    except ArrowException as error:
-        raise ValueError(f"{path} can't be read as Parquet: {error}") from error
 
 
 def _mindrecord(path):
     from mindspore.mindrecord import FileReader
 
-    try:
+    with read_as(path, "MindRecord", RuntimeError):
         reader = FileReader(path)
         yield from reader.get_next()
         reader.close()
-    except RuntimeError as error:
-        raise ValueError(f"{path} can't be read as MindRecord: {str(error).splitlines()[0]}") from error
 
 
 READERS = MappingProxyType({".jsonl": _json_lines, ".parquet": _parquet, ".mindrecord": _mindrecord})

@@ -17,6 +17,7 @@ from types import MappingProxyType
 
 import numpy as np
 
+from mindformers_core.data.damage import read_as, whole
 from mindformers_core.data.megatron import open_megatron
 from mindformers_core.data.rows import READERS, documents_of
 from mindformers_core.hints import first_of
@@ -46,9 +47,9 @@ class Tokens:
         """The tokens `first` … `end - 1`, int32.
 
         Raises:
-            ValueError: a token id that the model doesn't have; names file and place.
+            ValueError: a token id that the model doesn't have; names file and place. A file that has been cut off.
         """
-        found = np.asarray(self.ids[first:end], np.int64)
+        found = np.asarray(whole(self.ids)[first:end], np.int64)
         odd = np.flatnonzero((found < 0) | (found >= vocab_size))
         if len(odd):
             token, place = found[odd[0]], first + odd[0]
@@ -98,17 +99,21 @@ def open_tokens(paths, cache, tokenizer=None, max_bytes=None):
             raise ValueError(f"{files[0]} stands alone, not beside {files[1]}: give each a source of its own")
         return Tokens(*_OPENERS[suffix](files[0]), files[0])
     folder, name = _cached(files, suffix, tokenizer, max_bytes, cache), first_of(files, 1)
-    ids = np.memmap(os.path.join(folder, "ids"), np.int32 if suffix or tokenizer else np.uint8, "r")
-    labels = os.path.join(folder, "labels")
-    labels = np.memmap(labels, bool, "r") if os.path.exists(labels) else None
-    return Tokens(ids, np.memmap(os.path.join(folder, "starts"), np.int64, "r"), name, labels)
+    with read_as(folder, "cached tokens, so remove it", ValueError):
+        ids = np.memmap(os.path.join(folder, "ids"), np.int32 if suffix or tokenizer else np.uint8, "r")
+        starts, labels = np.memmap(os.path.join(folder, "starts"), np.int64, "r"), os.path.join(folder, "labels")
+        labels = np.memmap(labels, bool, "r", shape=ids.shape) if os.path.exists(labels) else None
+    return Tokens(ids, starts, name, labels)
 
 
 def _row_of_ids(path):
     """The ids of a `.npy` file, one document."""
-    ids = np.load(path, mmap_mode="r")
+    with read_as(path, ".npy", ValueError, EOFError):
+        ids = np.load(path, mmap_mode="r")
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise ValueError(f"{path} holds {ids.dtype} of shape {ids.shape}, not one row of token ids")
+    if os.path.getsize(path) != ids.offset + ids.nbytes:
+        raise ValueError(f"{path} has {os.path.getsize(path)} bytes, not {ids.offset + ids.nbytes} of {len(ids)} ids")
     return ids, (0,)
 
 
@@ -200,7 +205,7 @@ def _documents(files, suffix, tokenizer, max_bytes):
             continue
         if room is not None and room <= 0:
             return
-        with open(path, "rb") as file:
+        with read_as(path, "text"), open(path, "rb") as file:
             text = file.read(room)
         if tokenizer is None:
             text = (text + b"\0")[:room]

@@ -40,7 +40,7 @@ class Sequences:
 
     def __post_init__(self):
         count = len(self.source.ids)
-        if len(self) < 1 or count < 2:
+        if count < 2 or len(self) < 1:
             raise ValueError(
                 f"{self.source.name}: {count} tokens are too few for one sequence of train_dataset.seq_length "
                 f"{self.seq_length} and the token after it: give more text"
@@ -111,6 +111,19 @@ class Stream:
         """Of each source, how many of its epochs the samples before `end` are, as a fraction."""
         counts = self.mixture.counts(end)
         return tuple(count / len(source) for count, source in zip(counts, self.sources, strict=True))
+
+    def begun(self, first, end):
+        """A clause about the epochs after their first one that sources begin in samples `first` … `end - 1`; or ""."""
+        said = []
+        counts = zip(self.sources, self.mixture.counts(first), self.mixture.counts(end), strict=True)
+        for number, (source, before, after) in enumerate(counts):
+            epoch, last = max(1, -(-before // len(source))), (after - 1) // len(source)  # counted from 0
+            if epoch <= last:
+                sources, numbers = self.mixture.places(first, end - first)
+                place = first + np.flatnonzero((sources == number) & (numbers == epoch * len(source)))[0]
+                more = f", and epochs up to {last + 1} after it" if last > epoch else ""
+                said.append(f"source {number} begins epoch {epoch + 1} with sample {place}{more}")
+        return ", ".join(said)
 
     def state(self):
         """What a checkpoint keeps of the data, as JSON: `facts`, which tell other data, and the `mixture` so far."""

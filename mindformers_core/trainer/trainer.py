@@ -14,7 +14,8 @@ from mindformers_core.checkpoint.folders import set_aside, step_folder
 from mindformers_core.checkpoint.parts import on_all_ranks
 from mindformers_core.checkpoint.tensors import ranks_of
 from mindformers_core.communication import process_state, world
-from mindformers_core.data.datasets import dataset_of, given_dataset
+from mindformers_core.communication.messages import check_equal
+from mindformers_core.data.datasets import dataset_of, given_dataset, id_limits
 from mindformers_core.data.reading import batch_reader
 from mindformers_core.data.streams import Ahead
 from mindformers_core.diff.recorder import perturb
@@ -37,7 +38,7 @@ from mindformers_core.trainer.checkpoints import (
 )
 from mindformers_core.trainer.evaluation import evaluate
 from mindformers_core.trainer.joining import enter_world
-from mindformers_core.trainer.measuring import model_operations, peak_memory
+from mindformers_core.trainer.measuring import epochs, model_operations, peak_memory
 from mindformers_core.trainer.recording import start_recording
 from mindformers_core.trainer.step import step_function
 
@@ -86,7 +87,8 @@ class Trainer:
         self.rank = world().rank
         checkpoint = open_source(recipe)
         given = dataset_of(recipe) if dataset is None else dataset
-        self.dataset = given_dataset(given, "Trainer(dataset=…)", recipe.data_seed)
+        self.dataset = given_dataset(given, "Trainer(dataset=…)", recipe.data_seed, id_limits(recipe))
+        check_equal(mesh, self.dataset.state()["facts"], "train_dataset: give all ranks the same data")
         self.plan = batch_plan(recipe, mesh.axis_size("dp"))
         check_patterns(recipe)
         ms.set_seed(recipe.training.seed)
@@ -189,7 +191,8 @@ class Trainer:
         """
         if dataset is None:
             dataset = self._held_out or dataset_of(evaluated(self.recipe))
-        dataset = given_dataset(dataset, "Trainer.evaluate(dataset)", self.recipe.data_seed)
+        given = "Trainer.evaluate(dataset)", self.recipe.data_seed, id_limits(self.recipe)
+        dataset = given_dataset(dataset, *given)
         return evaluate(self.recipe, self.plan, self.rank, self.cells, self._forward, dataset)
 
     def train_step(self):
@@ -199,6 +202,7 @@ class Trainer:
         """
         started = time.perf_counter()
         batch = self._batches.get(self.consumed, self.consumed + self.plan.samples)
+        waited = time.perf_counter() - started
         self.step += 1
         self.consumed += self.plan.samples
         rate, scale = learning_rate(self.recipe, self.step, self.plan.samples), self.loss_scale
@@ -218,8 +222,10 @@ class Trainer:
             learning_rate=rate,
             gradient_norm=norm,
             seconds=seconds,
+            data_seconds=waited,
             tokens_per_second=self.plan.samples * self.recipe.train_dataset.seq_length / seconds,
         )
+        row.update(epochs(self.dataset, self.consumed - self.plan.samples, self.consumed))
         if self._operations is not None:
             row["mfu"] = self._operations / seconds
         row.update(zip(map("gradient_norm {}".format, self.recipe.monitor.gradient_norms), norms))
