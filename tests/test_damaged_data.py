@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -297,3 +298,15 @@ def test_two_processes_that_want_the_same_cache(tmp_path, monkeypatch):
         ValueError, match=f"{folder} can't be read as cached tokens, so remove it: cannot mmap an empty"
     ):
         opened(given)
+
+
+@pytest.mark.ranks("damaged_data.py", 2)
+def test_a_reader_that_dies_on_one_rank_ends_all(launches):
+    """In its thread, while the other rank goes on to the next step, and waits there."""
+    launched = launches["damaged_data.py"].result()
+    assert launched.exit_code in (2, 75), launched.tail(1)
+    said = r"tokens.npy: token 999 at place \d+ is not below model.vocab_size 256"
+    for rank in range(2):
+        assert "step 1/120" in launched.logs[0] and "Traceback" not in launched.logs[rank], launched.tail(rank)
+    assert re.search(f"^error: {said}$", launched.logs[1], re.MULTILINE), launched.tail(1)
+    assert re.search(f"rank 1 has failed with ValueError: {said}", launched.logs[0]), launched.tail(0)

@@ -88,7 +88,10 @@ class Trainer:
         checkpoint = open_source(recipe)
         given = dataset_of(recipe) if dataset is None else dataset
         self.dataset = given_dataset(given, "Trainer(dataset=…)", recipe.data_seed, id_limits(recipe))
-        check_equal(mesh, self.dataset.state()["facts"], "train_dataset: give all ranks the same data")
+        self._held_out = dataset_of(evaluated(recipe)) if recipe.evaluation.interval else None
+        for section, data in {"train_dataset": self.dataset, "evaluation.dataset": self._held_out}.items():
+            facts = data.state()["facts"] if data else {}
+            check_equal(mesh, facts, f"give all ranks the same data, see {section}")
         self.plan = batch_plan(recipe, mesh.axis_size("dp"))
         check_patterns(recipe)
         ms.set_seed(recipe.training.seed)
@@ -103,7 +106,6 @@ class Trainer:
         self.step = self.consumed = self.skipped = self.skipped_in_a_row = 0
         self.loaded_config = self.summary = None
         self._operations = self._operations_of_step()
-        self._held_out = dataset_of(evaluated(recipe)) if recipe.evaluation.interval else None
         self._has_folder = False
         if checkpoint is not None:
             resume(self, checkpoint)
