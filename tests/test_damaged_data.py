@@ -94,6 +94,7 @@ FILES = {  # name -> (a function that makes the data in a folder, what is said b
     "no files of a pattern": (lambda folder: (folder / "*.npy", "[*].npy"), "there is no file or folder 'FILE'"),
     "an empty folder": (lambda folder: ((folder / "a").mkdir() or folder / "a", "a"), "holds no text files: give"),
     "empty text": (plain("a.txt", b""), "1 tokens are too few for one sequence of train_dataset.seq_length 4"),
+    "no text": (plain("a.gz", b"\x1f\x8b\x08\0\0"), "is no text, it has zero bytes: docs/data.md says what can be"),
     "unreadable text": (unreadable("a.txt"), r"can't be read as text: .*Input/output error"),
     "empty ids": (npy(IDS, lambda _: b""), "can't be read as .npy: No data left in file"),
     "no ids": (npy(IDS, lambda _: b"tokens" * 99), "can't be read as .npy: "),

@@ -3,6 +3,7 @@
 import json
 import shutil
 import tracemalloc
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -54,11 +55,15 @@ def test_rows_of_json_lines(tmp_path):
 def test_rows_of_mindrecord(tmp_path):
     from mindspore.mindrecord import FileWriter
 
-    writer = FileWriter(str(tmp_path / "rows.mindrecord"), 1)
-    writer.add_schema({"input_ids": {"type": "int32", "shape": [-1]}}, "tokens")
-    writer.write_raw_data([{"input_ids": np.array(each, np.int32)} for each in DOCUMENTS])
-    writer.commit()
-    assert documents(open_tokens([str(tmp_path / "rows.mindrecord")], str(tmp_path / "cache"))) == DOCUMENTS
+    for count, paths in ((1, [""]), (2, ["0", "1", "*"])):
+        writer = FileWriter(str(tmp_path / f"rows_{count}.mindrecord"), count)
+        writer.add_schema({"input_ids": {"type": "int32", "shape": [-1]}}, "tokens")
+        writer.write_raw_data([{"input_ids": np.array(each, np.int32)} for each in DOCUMENTS])
+        writer.commit()
+        for path in paths:
+            source = open_tokens([str(tmp_path / f"rows_{count}.mindrecord{path}")], str(tmp_path / "cache"))
+            assert documents(source) == DOCUMENTS
+    assert documents(open_tokens([str(tmp_path / "rows_*.mindrecord*")], str(tmp_path / "cache"))) == DOCUMENTS * 2
 
 
 def test_rows_of_parquet(tmp_path):
@@ -104,18 +109,40 @@ def test_conversations_predict_what_the_assistant_says(tmp_path):
     assert np.flatnonzero(tokenizer.conversation(messages)[1]).tolist() == [6, 7, 8, 14, 15], "an answer without it"
 
 
+class Counted:
+    """An array that counts the bytes that are read of it."""
+
+    base = None
+
+    def __init__(self, array):
+        self.array, self.dtype, self.read = array, array.dtype, 0
+
+    def __len__(self):
+        return len(self.array)
+
+    def __getitem__(self, places):
+        self.read += self.array[places].nbytes
+        return self.array[places]
+
+
 def test_a_source_of_a_trillion_tokens(tmp_path):
-    """A sparse file; a sample far on is a few pages of it."""
+    """A sparse file. The sample where a run resumes is read, and the ends of the file; nothing that it skips."""
     path, count = tmp_path / "large.npy", 10**12
     with open(path, "wb") as file:
         np.lib.format.write_array_header_1_0(file, {"descr": "<u2", "fortran_order": False, "shape": (count,)})
         file.truncate(file.tell() + 2 * count)
-    source = open_tokens([str(path)], str(tmp_path))
     tracemalloc.start()
+    source = open_tokens([str(path)], str(tmp_path))
+    source = replace(source, ids=Counted(source.ids))
     for packs in (False, True):
         stream = Stream((Sequences(source, 4096, 9, packs),), Mixture((1,)), 3)
-        arrays = stream.resumed(json.loads(json.dumps(stream.state())), 10**9).batch(10**9, 2)
-        assert arrays[0].shape == (2, 4096) and len(stream.sources[0]) > 2 * 10**8
+        source.ids.read = 0
+        stream = stream.resumed(json.loads(json.dumps(stream.state())), 10**9)
+        assert source.ids.read == 2 * 2 * 2**16 * 2, "of a checksum, when saved and when resumed"
+        source.ids.read = 0
+        assert stream.batch(10**9, 2)[0].shape == (2, 4096) and len(stream.sources[0]) > 2 * 10**8
+        assert 0 < source.ids.read / (2 * 4096 * 2) <= 1.05
+        assert stream.begun(10**9, 10**9 + 2) == "" and 4 < stream.epochs(10**9)[0] < 5
     assert tracemalloc.get_traced_memory()[1] < 2**21
     tracemalloc.stop()
 

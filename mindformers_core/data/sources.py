@@ -8,6 +8,7 @@ import fcntl
 import glob
 import hashlib
 import os
+import re
 import shutil
 import sysconfig
 import zlib
@@ -25,6 +26,7 @@ from mindformers_core.scopes import errors_at
 
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
 _SAMPLE = 2**16  # tokens of a checksum
+_MINDRECORD_INDEX = re.compile(r"\.mindrecord\d*\.db$")  # beside each file
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,8 @@ def open_tokens(paths, cache, tokenizer=None, max_bytes=None):
         OSError: a file can't be read, or the cache can't be written.
     """
     files = text_files(paths)
-    suffixes = {suffix if (suffix := os.path.splitext(name)[1]) in {*_OPENERS, *READERS} else "" for name in files}
+    files = [name for name in files if not _MINDRECORD_INDEX.search(name)] or files
+    suffixes = {suffix if (suffix := _suffix(name)) in {*_OPENERS, *READERS} else "" for name in files}
     if len(suffixes) > 1:
         kinds = ", ".join(sorted(suffix or "text" for suffix in suffixes))
         raise ValueError(f"{first_of(files)}: files of several kinds ({kinds}): give each a source of its own")
@@ -104,6 +107,11 @@ def open_tokens(paths, cache, tokenizer=None, max_bytes=None):
         starts, labels = np.memmap(os.path.join(folder, "starts"), np.int64, "r"), os.path.join(folder, "labels")
         labels = np.memmap(labels, bool, "r", shape=ids.shape) if os.path.exists(labels) else None
     return Tokens(ids, starts, name, labels)
+
+
+def _suffix(name):
+    """That of a file; also of one of several files that MindSpore has written together, `.mindrecord0`."""
+    return re.sub(r"^(\.mindrecord)\d+$", r"\1", os.path.splitext(name)[1])
 
 
 def _row_of_ids(path):
@@ -199,6 +207,9 @@ def _write(folder, documents, is_wide):
 def _documents(files, suffix, tokenizer, max_bytes):
     """The documents of files, one by one: of text a document each, whose bytes end with a zero byte."""
     room = max_bytes
+    if suffix == ".mindrecord":  # a reader of one of several files reads them all
+        firsts = {path.rstrip("0123456789"): path for path in reversed(files)}.values()
+        files = [path for path in files if path in firsts]
     for path in files:
         if suffix:
             yield from documents_of(path, suffix, tokenizer)
@@ -207,6 +218,8 @@ def _documents(files, suffix, tokenizer, max_bytes):
             return
         with read_as(path, "text"), open(path, "rb") as file:
             text = file.read(room)
+        if b"\0" in text:
+            raise ValueError(f"{path} is no text, it has zero bytes: docs/data.md says what can be read")
         if tokenizer is None:
             text = (text + b"\0")[:room]
         room = None if room is None else room - len(text)
