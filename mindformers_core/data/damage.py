@@ -1,7 +1,6 @@
 """What is wrong with a file, said with its name. Pure Python."""
 
 import mmap
-import os
 from contextlib import contextmanager
 
 
@@ -26,10 +25,6 @@ def whole(array):
     Raises:
         ValueError: its file has been cut off since: reading what isn't there would kill the process.
     """
-    if isinstance(array.base, mmap.mmap) and array.base.size() < array.offset + array.nbytes:
-        name = os.fspath(array.filename)
-        raise ValueError(
-            f"{name} has been cut off while it was in use: {array.base.size()} bytes are left of "
-            f"{array.offset + array.nbytes}"
-        )
+    if isinstance(array.base, mmap.mmap) and (left := array.base.size()) < (size := array.offset + array.nbytes):
+        raise ValueError(f"{array.filename} has been cut off while it was in use: {left} bytes are left of {size}")
     return array

@@ -51,11 +51,11 @@ def id_limits(recipe):
     """Which arrays of a sample have token ids of the model's vocabulary, by the names of the model's inputs.
 
     Returns:
-        A dict, place of the array -> `(vocab_size, another value that it may have, or None)`.
+        A dict, place of the array -> `(vocab_size, a further value that it may have)`.
     """
-    spec, size = recipe.spec, getattr(recipe.model, "vocab_size", None)
-    places = [place for place, name in enumerate(spec.inputs) if name in _OF_TOKENS and size is not None]
-    return {place: (size, spec.ignored.get(spec.inputs[place])) for place in places}
+    size, spec = getattr(recipe.model, "vocab_size", None), recipe.spec
+    names = {place: name for place, name in enumerate(spec.inputs) if name in _OF_TOKENS and size}
+    return {place: (size, spec.ignored.get(name, 0)) for place, name in names.items()}
 
 
 def given_dataset(dataset, name, seed, limits=MappingProxyType({})):
@@ -115,15 +115,14 @@ def _opened(path, key, section, model, seed):
 
 def _check_ids(arrays, limits, where):
     """Raise `DataError` for a token id that isn't in `limits`, see `id_limits`; `where(place)` names its sample."""
-    for number, (size, other) in limits.items():
-        found = arrays[number] if number < len(arrays) else np.zeros(0, int)
-        odd = (found < 0) | (found >= size)
-        if other is not None:
-            odd &= found != other
-        if np.any(odd):
-            place = tuple(np.argwhere(odd)[0].tolist())
-            allowed = f"0 to {size - 1}, below model.vocab_size" + (f", or {other}" if other is not None else "")
-            raise DataError(f"{where(place)} has token {found[place]} in array {number}, which may have {allowed}")
+    for number, found in enumerate(arrays):
+        size, other = limits.get(number, (np.inf, found))
+        odd = np.argwhere(((found < 0) | (found >= size)) & (found != other))
+        if len(odd):
+            place = tuple(odd[0].tolist())
+            raise DataError(
+                f"{where(place)} has token {found[place]} in array {number}, but model.vocab_size is {size}"
+            )
 
 
 def _is_indexed(dataset):

@@ -26,7 +26,7 @@ from mindformers_core.scopes import errors_at
 
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
 _SAMPLE = 2**16  # tokens of a checksum
-_MINDRECORD_INDEX = re.compile(r"\.mindrecord\d*\.db$")  # beside each file
+_BESIDE = re.compile(r"\.mindrecord(\d*\.db|0*[1-9]\d*)$")  # what a reader of a file, or of the first of several, reads
 
 
 @dataclass(frozen=True)
@@ -61,16 +61,11 @@ class Tokens:
 
     def about(self):
         """What has to be the same in a resumed run: sizes, and a checksum of the first and the last tokens."""
-        ends = np.concatenate([self.ids[:_SAMPLE], self.ids[-_SAMPLE:]])
-        found = {
-            "name": os.path.basename(self.name),
-            "tokens": len(self.ids),
-            "documents": len(self.starts),
-            "checksum": zlib.crc32(ends.tobytes()),
-        }
-        if self.labels is not None:
-            ends = np.concatenate([self.labels[:_SAMPLE], self.labels[-_SAMPLE:]])
-            found["checksum of labels"] = zlib.crc32(ends.tobytes())
+        name = os.path.basename(self.name)
+        found = {"name": name, "tokens": len(self.ids), "documents": len(self.starts)}
+        for key, array in {"checksum": self.ids, "checksum of labels": self.labels}.items():
+            if array is not None:
+                found[key] = zlib.crc32(np.concatenate([array[:_SAMPLE], array[-_SAMPLE:]]).tobytes())
         return found
 
 
@@ -91,7 +86,7 @@ def open_tokens(paths, cache, tokenizer=None, max_bytes=None):
         OSError: a file can't be read, or the cache can't be written.
     """
     files = text_files(paths)
-    files = [name for name in files if not _MINDRECORD_INDEX.search(name)] or files
+    files = [name for name in files if not _BESIDE.search(name)] or files
     suffixes = {suffix if (suffix := _suffix(name)) in {*_OPENERS, *READERS} else "" for name in files}
     if len(suffixes) > 1:
         kinds = ", ".join(sorted(suffix or "text" for suffix in suffixes))
@@ -207,9 +202,6 @@ def _write(folder, documents, is_wide):
 def _documents(files, suffix, tokenizer, max_bytes):
     """The documents of files, one by one: of text a document each, whose bytes end with a zero byte."""
     room = max_bytes
-    if suffix == ".mindrecord":  # a reader of one of several files reads them all
-        firsts = {path.rstrip("0123456789"): path for path in reversed(files)}.values()
-        files = [path for path in files if path in firsts]
     for path in files:
         if suffix:
             yield from documents_of(path, suffix, tokenizer)

@@ -220,7 +220,7 @@ def progress_writer(total, interval, stream=None):
         step, now = row["step"], time.perf_counter()
         first = first or (step, now)
         if "epoch_begins" in row:
-            stream.write(f"{chr(10) * stream.isatty()}step {step}: {row['epoch_begins']}\n")
+            stream.write("\n" * stream.isatty() + f"step {step}: {row['epoch_begins']}\n")
         seconds = round((now - first[1]) / max(1, step - first[0]) * (total - step))
         text = (
             f"step {step}/{total}  loss {row['loss']:.4f}  lr {row['learning_rate']:.3e}  "

@@ -89,9 +89,8 @@ class Trainer:
         given = dataset_of(recipe) if dataset is None else dataset
         self.dataset = given_dataset(given, "Trainer(dataset=…)", recipe.data_seed, id_limits(recipe))
         self._held_out = dataset_of(evaluated(recipe)) if recipe.evaluation.interval else None
-        for section, data in {"train_dataset": self.dataset, "evaluation.dataset": self._held_out}.items():
-            facts = data.state()["facts"] if data else {}
-            check_equal(mesh, facts, f"give all ranks the same data, see {section}")
+        for data in filter(None, (self.dataset, self._held_out)):
+            check_equal(mesh, data.state()["facts"], "give all ranks the same data")
         self.plan = batch_plan(recipe, mesh.axis_size("dp"))
         check_patterns(recipe)
         ms.set_seed(recipe.training.seed)
@@ -193,8 +192,7 @@ class Trainer:
         """
         if dataset is None:
             dataset = self._held_out or dataset_of(evaluated(self.recipe))
-        given = "Trainer.evaluate(dataset)", self.recipe.data_seed, id_limits(self.recipe)
-        dataset = given_dataset(dataset, *given)
+        dataset = given_dataset(dataset, "Trainer.evaluate(dataset)", self.recipe.data_seed, id_limits(self.recipe))
         return evaluate(self.recipe, self.plan, self.rank, self.cells, self._forward, dataset)
 
     def train_step(self):
