@@ -115,8 +115,8 @@ def _opened(path, key, section, model, seed):
 
 def _check_ids(arrays, limits, where):
     """Raise `DataError` for a token id that isn't in `limits`, see `id_limits`; `where(place)` names its sample."""
-    for number, found in enumerate(arrays):
-        size, other = limits.get(number, (np.inf, found))
+    for number in limits.keys() & range(len(arrays)):
+        found, (size, other) = arrays[number], limits[number]
         odd = np.argwhere(((found < 0) | (found >= size)) & (found != other))
         if len(odd):
             place = tuple(odd[0].tolist())
@@ -154,13 +154,10 @@ class Samples:
     def __getitem__(self, row):
         with self._lock, errors_at(f"{self.factory}: sample {row}: ", kinds=_ANY, kind=DataError):
             sample = self.source[row]
-        if (
-            isinstance(sample, (tuple, list))
-            and sample
-            and all(isinstance(each, (np.ndarray, np.generic)) for each in sample)
-        ):
-            _check_ids(sample, self.limits, lambda _: f"{self.factory}: sample {row}")
-            return tuple(sample)
+        arrays = sample if isinstance(sample, (tuple, list)) else ()
+        if arrays and all(isinstance(each, (np.ndarray, np.generic)) for each in arrays):
+            _check_ids(arrays, self.limits, lambda _: f"{self.factory}: sample {row}")
+            return tuple(arrays)
         raise DataError(
             f"{self.factory}: sample {row} should be a tuple of NumPy arrays, not {type(sample).__name__}: docs/data.md"
         )

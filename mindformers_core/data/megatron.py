@@ -5,7 +5,8 @@ import struct
 
 import numpy as np
 
-from mindformers_core.data.damage import read_as, whole
+from mindformers_core.data.mapped import whole
+from mindformers_core.scopes import errors_at
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype, sequences, document marks
@@ -23,7 +24,7 @@ def open_megatron(path):
     index = f"{os.path.splitext(path)[0]}.idx"
     if not os.path.exists(index):
         raise FileNotFoundError(f"{path}: there is no {index} beside it")
-    with read_as(index, "Megatron's index"), open(index, "rb") as file:
+    with errors_at(f"{index} can't be read: ", kinds=OSError), open(index, "rb") as file:
         header = file.read(_HEADER.size)
     if len(header) < _HEADER.size or not header.startswith(_MAGIC):
         raise ValueError(f"{index} is no index of Megatron's: it doesn't begin with {_MAGIC.rstrip(bytes(1)).decode()}")

@@ -5,8 +5,8 @@ from types import MappingProxyType
 
 import numpy as np
 
-from mindformers_core.data.damage import read_as
 from mindformers_core.hints import first_of, install_hint
+from mindformers_core.scopes import errors_at
 
 _FIELDS = ("input_ids", "messages", "text")
 
@@ -42,8 +42,9 @@ def documents_of(path, suffix, tokenizer):
 
 
 def _ids(row, where):
-    ids = _array(row["input_ids"])
-    labels = None if row.get("labels") is None else _array(row["labels"])
+    with errors_at(f"{where}: "):  # lists of different lengths
+        ids = np.asarray(row["input_ids"])
+        labels = None if row.get("labels") is None else np.asarray(row["labels"])
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise ValueError(f"{where}: input_ids of {ids.dtype} {list(ids.shape)} should be whole numbers in a row")
     if labels is not None and (labels.shape != ids.shape or ((labels != -100) & (labels != ids)).any()):
@@ -53,15 +54,9 @@ def _ids(row, where):
     return ids, None if labels is None else labels != -100
 
 
-def _array(values):
-    try:
-        return np.asarray(values)
-    except ValueError:  # lists of different lengths
-        return np.asarray(values, object)
-
-
 def _json_lines(path):
-    with read_as(path, "JSON lines", UnicodeDecodeError), open(path, encoding="utf-8") as file:
+    unread = errors_at(f"{path} can't be read as JSON lines: ", kinds=(OSError, UnicodeDecodeError))
+    with unread, open(path, encoding="utf-8") as file:
         for number, line in enumerate(file):
             if line.strip():
                 try:
@@ -75,7 +70,7 @@ def _parquet(path):
         from pyarrow import ArrowException, parquet
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(f"{path} needs pyarrow: {install_hint('parquet')}", name="pyarrow") from error
-    with read_as(path, "Parquet", ArrowException):
+    with errors_at(f"{path} can't be read as Parquet: ", kinds=(OSError, ArrowException)):
         for batch in parquet.ParquetFile(path).iter_batches(1024):
             yield from batch.to_pylist()
 
@@ -83,7 +78,7 @@ def _parquet(path):
 def _mindrecord(path):
     from mindspore.mindrecord import FileReader
 
-    with read_as(path, "MindRecord", RuntimeError):
+    with errors_at(f"{path} can't be read as MindRecord: ", kinds=(OSError, RuntimeError)):
         reader = FileReader(path)
         yield from reader.get_next()
         reader.close()

@@ -18,7 +18,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from mindformers_core.data.damage import read_as, whole
+from mindformers_core.data.mapped import whole
 from mindformers_core.data.megatron import open_megatron
 from mindformers_core.data.rows import READERS, documents_of
 from mindformers_core.hints import first_of
@@ -97,7 +97,7 @@ def open_tokens(paths, cache, tokenizer=None, max_bytes=None):
             raise ValueError(f"{files[0]} stands alone, not beside {files[1]}: give each a source of its own")
         return Tokens(*_OPENERS[suffix](files[0]), files[0])
     folder, name = _cached(files, suffix, tokenizer, max_bytes, cache), first_of(files, 1)
-    with read_as(folder, "cached tokens, so remove it", ValueError):
+    with errors_at(f"{folder} can't be read, so remove it: "):
         ids = np.memmap(os.path.join(folder, "ids"), np.int32 if suffix or tokenizer else np.uint8, "r")
         starts, labels = np.memmap(os.path.join(folder, "starts"), np.int64, "r"), os.path.join(folder, "labels")
         labels = np.memmap(labels, bool, "r", shape=ids.shape) if os.path.exists(labels) else None
@@ -111,7 +111,7 @@ def _suffix(name):
 
 def _row_of_ids(path):
     """The ids of a `.npy` file, one document."""
-    with read_as(path, ".npy", ValueError, EOFError):
+    with errors_at(f"{path} can't be read as .npy: ", kinds=(OSError, ValueError, EOFError)):
         ids = np.load(path, mmap_mode="r")
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise ValueError(f"{path} holds {ids.dtype} of shape {ids.shape}, not one row of token ids")
@@ -208,7 +208,7 @@ def _documents(files, suffix, tokenizer, max_bytes):
             continue
         if room is not None and room <= 0:
             return
-        with read_as(path, "text"), open(path, "rb") as file:
+        with errors_at(f"{path} can't be read: ", kinds=OSError), open(path, "rb") as file:
             text = file.read(room)
         if b"\0" in text:
             raise ValueError(f"{path} is no text, it has zero bytes: docs/data.md says what can be read")
