@@ -78,10 +78,12 @@ def _parquet(path):
 def _mindrecord(path):
     from mindspore.mindrecord import FileReader
 
-    with errors_at(f"{path} can't be read as MindRecord: ", kinds=(OSError, RuntimeError)):
+    try:
         reader = FileReader(path)
         yield from reader.get_next()
         reader.close()
+    except RuntimeError as error:
+        raise ValueError(f"{path} can't be read as MindRecord: {str(error).splitlines()[0]}") from error
 
 
 READERS = MappingProxyType({".jsonl": _json_lines, ".parquet": _parquet, ".mindrecord": _mindrecord})
