@@ -13,7 +13,7 @@ from threading import RLock
 from mindformers_core.hints import message_of
 
 _PACKAGE, _STANDARD = f"{Path(__file__).parent}/", f"{sysconfig.get_path('stdlib')}/"
-_LIBRARIES = ("/mindspore/", "/numpy/", "/scipy/", "/yaml/", "/pyarrow/")  # below a folder site-packages
+_LIBRARIES = ("/mindspore/", "/numpy/", "/scipy/", "/yaml/")  # below a folder site-packages
 
 
 @contextmanager

@@ -70,9 +70,11 @@ def _parquet(path):
         from pyarrow import ArrowException, parquet
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(f"{path} needs pyarrow: {install_hint('parquet')}", name="pyarrow") from error
-    with errors_at(f"{path} can't be read as Parquet: ", kinds=(OSError, ArrowException)):
+    try:
         for batch in parquet.ParquetFile(path).iter_batches(1024):
             yield from batch.to_pylist()
+    except (OSError, ArrowException) as error:
+        raise ValueError(f"{path} can't be read as Parquet: {error}") from error
 
 
 def _mindrecord(path):
