@@ -228,12 +228,12 @@ LIMITS = {0: (256, 0), 1: (256, -100)}  # see `id_limits`
 OWN = {  # what sample 5 is -> what is said behind its name
     "an id beyond the vocabulary": (
         ([1, 2, 300, 4], [0] * 4),
-        "has token 300 in array 0, but model.vocab_size is 256",
+        "token 300 in array 0, but model.vocab_size is 256",
     ),
-    "a negative id": (([1, 2, -100, 4], [0] * 4), "has token -100 in array 0, but model.vocab_size is 256"),
+    "a negative id": (([1, 2, -100, 4], [0] * 4), "token -100 in array 0, but model.vocab_size is 256"),
     "a label beyond it": (
         ([0] * 4, [1, 256, 3, 4]),
-        "has token 256 in array 1, but model.vocab_size is 256",
+        "token 256 in array 1, but model.vocab_size is 256",
     ),
     "its own error": (lambda: [][0], "list index out of range"),
     "a file": (lambda: os.stat("nowhere/file"), r".*No such file or directory: 'nowhere/file'"),

@@ -14,7 +14,7 @@ from mindformers_core.recipe.sections import TrainDataset
 
 
 def stream(section, vocab_size=256):
-    return open_dataset(section, LlamaConfig(vocab_size=vocab_size), 0)
+    return open_dataset(section, LlamaConfig(vocab_size=vocab_size), 0, {})
 
 
 def opened(section, vocab_size=256):

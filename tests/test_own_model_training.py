@@ -333,4 +333,4 @@ def test_no_place_for_the_bytes_of_texts(tmp_path, monkeypatch):
     for folder in (f"{tmp_path}/file/cache", "~nobody_here/cache"):
         section = TrainDataset(data_path=(__file__,), cache_dir=folder)
         with pytest.raises(OSError, match=f"^train_dataset.data_path: .*_dir {folder} can't get the tokens: "):
-            open_dataset(section, SimpleNamespace(vocab_size=256), 1)
+            open_dataset(section, SimpleNamespace(vocab_size=256), 1, {})

@@ -115,12 +115,12 @@ def test_datasets_of_users():
         with pytest.raises(ValueError, match=said):
             Stream((Samples(Slow(*shapes), "a:b"),), Mixture((1,)), 0).batch(0, 6)
     rows = [(np.full(2, row),) for row in range(5)]
-    stream = given_dataset(rows, "mine", 3)
-    assert sorted(stream.batch(0, 5)[0][:, 0]) == [0, 1, 2, 3, 4] and given_dataset(stream, "mine", 0) is stream
-    in_order = given_dataset(NumpySlicesDataset(np.arange(5), shuffle=False), "mine", 3)
+    stream = given_dataset(rows, "mine", 3, {})
+    assert sorted(stream.batch(0, 5)[0][:, 0]) == [0, 1, 2, 3, 4] and given_dataset(stream, "mine", 0, {}) is stream
+    in_order = given_dataset(NumpySlicesDataset(np.arange(5), shuffle=False), "mine", 3, {})
     assert [in_order.batch(*each)[0].tolist() for each in ((3, 4), (1, 2))] == [[3, 4, 0, 1], [1, 2]]
     with pytest.raises(TypeError, match="mine: 5 has neither len.. and an index, nor a method batch"):
-        given_dataset(5, "mine", 0)
+        given_dataset(5, "mine", 0, {})
 
 
 def test_weights_without_a_short_pattern_are_an_error():

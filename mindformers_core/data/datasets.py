@@ -4,7 +4,6 @@ import os
 from contextlib import suppress
 from dataclasses import dataclass, field
 from threading import Lock
-from types import MappingProxyType
 
 import numpy as np
 
@@ -58,7 +57,7 @@ def id_limits(recipe):
     return {place: (size, spec.ignored.get(name, 0)) for place, name in names.items()}
 
 
-def given_dataset(dataset, name, seed, limits=MappingProxyType({})):
+def given_dataset(dataset, name, seed, limits):
     """A dataset of an object of the user's, see `dataset_of`; one that is a dataset stays as it is.
 
     Args:
@@ -80,7 +79,7 @@ def given_dataset(dataset, name, seed, limits=MappingProxyType({})):
     )
 
 
-def open_dataset(section, model, seed, limits=MappingProxyType({})):
+def open_dataset(section, model, seed, limits):
     """The `Stream` of a `train_dataset` section; `model` is the config of the model, with `vocab_size`;
     `limits`: see `id_limits`.
 
@@ -120,9 +119,7 @@ def _check_ids(arrays, limits, where):
         odd = np.argwhere(((found < 0) | (found >= size)) & (found != other))
         if len(odd):
             place = tuple(odd[0].tolist())
-            raise DataError(
-                f"{where(place)} has token {found[place]} in array {number}, but model.vocab_size is {size}"
-            )
+            raise DataError(f"{where(place)}: token {found[place]} in array {number}, but model.vocab_size is {size}")
 
 
 def _is_indexed(dataset):
