@@ -85,7 +85,8 @@ def open_tokens(paths, cache, tokenizer=None, max_bytes=None):
         ValueError: files of several kinds; a file that isn't what its name says.
         OSError: a file can't be read, or the cache can't be written.
     """
-    files = [name for name in (found := text_files(paths)) if not _BESIDE.search(name)] or found
+    files = text_files(paths)
+    files = [name for name in files if not _BESIDE.search(name)] or files
     suffixes = {suffix if (suffix := _suffix(name)) in {*_OPENERS, *READERS} else "" for name in files}
     if len(suffixes) > 1:
         kinds = ", ".join(sorted(suffix or "text" for suffix in suffixes))
