@@ -38,4 +38,4 @@ def remarks(results):
 
 
 if __name__ == "__main__":
-    sys.exit(run_benchmark(__file__, RANKS, make_variants, f"{Path(CONFIG).name}, packed, PyNative", remarks))
+    sys.exit(run_benchmark(__file__, RANKS, make_variants, f"{Path(CONFIG).name}, packed", remarks))
