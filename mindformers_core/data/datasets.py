@@ -135,13 +135,13 @@ class Samples:
     def part(self, row, cut):
         """The parts of a sample's arrays that `cut` names, see `Stream.batch`."""
         sample = None if callable(getattr(self.source, "part", None)) else self[row]
-        shapes = [shape for shape, _ in self.kinds] if sample is None else [array.shape for array in sample]
+        shapes = tuple(shape for shape, _ in self.kinds) if sample is None else tuple(array.shape for array in sample)
         with errors_at(f"{self.factory}: sample {row}: ", kinds=ValueError):
             parts = cut(shapes)
         if sample is not None:
             return tuple(array[slices] for array, slices in zip(sample, parts, strict=True))
         with self._lock:
-            sample = self._checked(row, self.source.part(row, tuple(parts)))
+            sample = self._checked(row, self.source.part(row, parts))
         found = [array.shape for array in sample]
         wanted = [tuple(each.stop - each.start for each in slices) for slices in parts]
         if found != wanted:

@@ -1,6 +1,6 @@
 """The arrays of a step that a rank reads: the rows and parts that declared layouts of inputs give it."""
 
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 
@@ -112,7 +112,8 @@ def local_batch(plan, layouts, rank, ignored, dataset, consumed=0):
     of_rows = [each.replace(dims=each.dims[:1]) for each in layouts]
     own = [run for ((*runs,),) in batch_slices(of_rows, [(plan.rows,)] * len(layouts), rank) for run in runs]
     first, end = min(run.start for run in own), max(run.stop for run in own)
-    cut, strided = partial(_cut, plan, layouts, rank), [_some_dims(each, is_strided=True) for each in layouts]
+    simple, strided = ([_some_dims(each, is_strided) for each in layouts] for is_strided in (False, True))
+    cut = cache(partial(_cut, plan, simple, rank))
     found = []
     for samples in plan.passes:
         real = samples[first:end]
@@ -122,7 +123,7 @@ def local_batch(plan, layouts, rank, ignored, dataset, consumed=0):
             arrays = dataset.batch(*asked, cut)
         else:
             arrays = dataset.batch(*asked)
-            parts = cut([array.shape[1:] for array in arrays])
+            parts = cut(tuple(array.shape[1:] for array in arrays))
             arrays = [array[(slice(None), *slices)] for array, slices in zip(arrays, parts)]
         if len(real) < end - first:
             arrays = [np.take(array, range(end - first), 0, mode="clip") for array in arrays]
@@ -135,12 +136,11 @@ def local_batch(plan, layouts, rank, ignored, dataset, consumed=0):
 
 
 def _cut(plan, layouts, rank, shapes):
-    """For each array of a sample the slices of its dims that `rank` reads, see `Stream.batch`; strided dims whole."""
+    """For each array of a sample the slices of its dims that `rank` reads, see `Stream.batch`: none is strided."""
     if len(shapes) != len(layouts):
         raise ValueError(f"a sample has {len(shapes)} arrays, the first one {len(layouts)}: all samples need as many")
-    own = [_some_dims(each, is_strided=False) for each in layouts]
-    slices = batch_slices(own, [(plan.rows, *shape) for shape in shapes], rank)
-    return [tuple(run for (run,) in runs) for _, *runs in slices]
+    slices = batch_slices(layouts, [(plan.rows, *shape) for shape in shapes], rank)
+    return tuple(tuple(run for (run,) in runs) for _, *runs in slices)
 
 
 def _some_dims(layout, is_strided):

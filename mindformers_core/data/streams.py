@@ -21,7 +21,7 @@ IGNORED = -100  # a label that isn't counted
 
 def whole(shapes):
     """For each array of a shape the slices of its dims that are all of it, see `Stream.batch`."""
-    return [tuple(slice(0, size) for size in shape) for shape in shapes]
+    return tuple(tuple(slice(0, size) for size in shape) for shape in shapes)
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Sequences:
 
     def part(self, row, cut):
         """The parts of a sample's arrays that `cut` names, see `Stream.batch`; other tokens aren't read."""
-        parts = [run for (run,) in cut([shape for shape, _ in self.kinds])]
+        parts = [run for (run,) in cut(tuple(shape for shape, _ in self.kinds))]
         first, end = min(run.start for run in parts), max(run.stop for run in parts)
         pieces, found, place = [Piece(row * self.seq_length, self.seq_length, True)], [], 0
         if self.packs:
@@ -121,7 +121,7 @@ class Stream:
         """Samples `first` … `first + count - 1`: a tuple of arrays with a first dim of `count`.
 
         `cut` is a function of the shapes of a sample's arrays that returns, for each array, the slice of each of its
-        dims that is wanted, of step 1: sources that can, read nothing else. Default: whole samples.
+        dims that is wanted, of step 1: tuples. Sources that can, read nothing else. Default: whole samples.
         """
         sources, numbers = self.mixture.places(first, count)
         rows = np.empty(count, np.int64)
