@@ -2,7 +2,6 @@
 
 import os
 import sys
-import tempfile
 from dataclasses import dataclass
 
 import numpy as np
@@ -109,7 +108,7 @@ def train_on_photos(path, shape, ranks, mode=1, strategy=None):
 @once
 def photos_alone():
     """The file of images; losses, and parameters by name, of one card."""
-    path = os.path.join(tempfile.gettempdir(), f"mindformers_core_photos_{os.environ['MS_SCHED_PORT']}.npy")
+    path = os.path.join(os.environ["TRUTHS"], "photos.npy")  # a folder of this launch
     draw = np.random.default_rng(0).standard_normal((3, 1, 1, 512, 512)).astype(np.float32)
     np.save(path, np.concatenate([draw, np.tanh(3 * draw[..., ::-1, :])], 1))
     losses, job, _ = train_on_photos(path, (1, 1, 1, 1), [world().rank])
