@@ -83,6 +83,8 @@ class OpenCall:
         return known[1]
 
     def _import(self, tensor, entry):
+        if "stored" in vars(tensor):
+            return self.value_of(tensor.recorder.without_padding(tensor))
         if type(entry) is Made:
             value = self.new_value(tensor, entry.value.hint, entry.value.constant)
             self._outer.append(FreeVariable(value, self.tree.path(entry.call.cell), entry.call.number, entry.value.id))

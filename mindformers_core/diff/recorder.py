@@ -82,7 +82,7 @@ class DigestRecorder(ProgramObserver):
             self._paths = self._paths or parameter_paths(self._roots)
             path, local = self._paths.get(id(parameter), parameter.name), parameter
             name, about = f"parameter {path}", (path.rpartition(".")[0], "parameter", path)
-        shape = local.shape if layout is None else layout.global_shape(local.shape)
+        shape = getattr(local, "global_shape", local.shape)
         self._table["facts"].setdefault(name, tensor_facts(*about, shape, dtype_name(local.dtype)))
         self._add(self._entry(what, name, layout), tensor, label)
 
@@ -135,8 +135,9 @@ class DigestRecorder(ProgramObserver):
         shape = self._table["facts"][name]["shape"]
         local, starts = tuple(shape), (0,) * len(shape)
         if layout is not None:
-            starts = tuple(tuple(run.start for run in runs) for runs in layout.local_runs(local, self.rank))
-            local = layout.local_shape(local)
+            whole = layout.padded_shape(local)  # zeros don't change a digest
+            starts = tuple(tuple(run.start for run in runs) for runs in layout.local_runs(whole, self.rank))
+            local = layout.local_shape(whole)
         return len(self._table["rows"]) - 1, local, starts
 
 
