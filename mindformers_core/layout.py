@@ -175,7 +175,9 @@ class Layout(Immutable):
 
     def padded_shape(self, global_shape):
         """`global_shape` with each dim rounded up to a multiple of its number of shards."""
-        return tuple(-(-size // count) * count for size, count in zip(global_shape, map(self.divisor, range(self.ndim))))
+        return tuple(
+            -(-size // count) * count for size, count in zip(global_shape, map(self.divisor, range(self.ndim)))
+        )
 
     def local_shape(self, global_shape, name="tensor", cure="other axes"):
         """Shape of every rank's part of a tensor of `global_shape`.

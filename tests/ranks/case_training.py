@@ -73,12 +73,6 @@ def compare_with_one_rank(*overrides, shape=(1, 2, 1, 2), alike=(), micro_batche
 
 
 @on_ranks(4)
-def case_training_equals_one_rank():
-    """Without sequence parallel."""
-    compare_with_one_rank()
-
-
-@on_ranks(4)
 def case_sequence_parallel_training_equals_one_rank():
     """With it."""
     compare_with_one_rank("parallelism.sequence_parallel=true")
