@@ -173,12 +173,6 @@ class Layout(Immutable):
         """This layout with one run of elements of each dim on each rank: no dim is strided."""
         return self.replace(dims=self.axes)
 
-    def padded_shape(self, global_shape):
-        """`global_shape` with each dim rounded up to a multiple of its number of shards."""
-        return tuple(
-            -(-size // count) * count for size, count in zip(global_shape, map(self.divisor, range(self.ndim)))
-        )
-
     def local_shape(self, global_shape, name="tensor", cure="other axes"):
         """Shape of every rank's part of a tensor of `global_shape`.
 
@@ -194,10 +188,12 @@ class Layout(Immutable):
             count = self.mesh.axis_size(*axes)
             parts = count if entry == axes else parts_of(self.mesh, entry)
             if size % parts:
-                near = " or ".join(str(each) for each in (size - size % parts, size - size % parts + parts) if each)
+                below = size - size % parts
+                near = f"{below} or {below + parts}" if below else str(parts)
                 raise ValueError(
                     f"{name} of shape {tuple(global_shape)}: dim {dim} has size {size}, which axes {', '.join(axes)} "
-                    f"of {self.mesh} would cut into {parts} parts: choose a size that {parts} divides, {near}, or {cure}"
+                    f"of {self.mesh} would cut into {parts} parts: choose a size that {parts} divides, {near}, or "
+                    f"{cure}"
                 )
             local.append(size // count)
         return tuple(local)

@@ -13,6 +13,12 @@ def stored_shape(parameter):
     return tuple(shape)
 
 
+def rounded_up(layout, shape):
+    """A global shape with each dim rounded up to a multiple of the number of parts that a `Layout` cuts it into."""
+    counts = (layout.mesh.axis_size(*axes) for axes in layout.axes)
+    return tuple(-(-size // count) * count for size, count in zip(shape, counts))
+
+
 def with_padding(weight):
     """A weight in a Cell's code as ranks store it, with rows of zeros at the end; itself where there are none.
 

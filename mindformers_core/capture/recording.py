@@ -23,7 +23,6 @@ from mindformers_core.lowering.in_place import is_in_place
 from mindformers_core.lowering.operator_source import attributes_of
 from mindformers_core.mindspore_private import NoFallbackGuard
 from mindformers_core.operators import TensorMeta
-from mindformers_core.padding import narrowed
 from mindformers_core.program.graph import CallNode, OperatorNode, PrimitiveUse
 from mindformers_core.program.structure import tree_leaves, tree_map
 from mindformers_core.scopes import replaced
@@ -57,11 +56,6 @@ class Recorder:
             whole = self.meta(tensor.padded_shape, tensor.dtype)
             vars(held)["stored"] = Traced.around(self, whole, Held(path), tensor)
         return held
-
-    def without_padding(self, tensor):
-        """A padded Parameter as code sees it, by an operator in the innermost call."""
-        with replaced(self.open_calls[-1], cast=None):
-            return narrowed(tensor.stored, tensor.shape, ops.narrow)
 
     def input(self, leaf):
         """A leaf of the root's arguments, traced where it is a tensor or `TensorMeta`."""

@@ -15,7 +15,7 @@ from mindformers_core.hints import nearest
 from mindformers_core.layout import Layout, bind_layout
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.mindspore_private import parameter_lists_of, parameters_of, recompute_cell_of
-from mindformers_core.padding import narrowed, stored_shape
+from mindformers_core.padding import narrowed, rounded_up, stored_shape
 from mindformers_core.program.structure import tree_leaves
 from mindformers_core.propagation.propagate import derive_parameters
 from mindformers_core.redistribution import DeviceModel
@@ -214,8 +214,9 @@ def _declared_layouts(cell, mesh, declarations):
 
 def _note_padding(parameter, layout):
     """Give a Parameter its `padded_shape`, where its layout cuts a dim into parts that aren't equal."""
-    if layout.padded_shape(parameter.shape) != tuple(parameter.shape):
-        parameter.padded_shape = layout.padded_shape(parameter.shape)
+    shape = rounded_up(layout, parameter.shape)
+    if shape != tuple(parameter.shape):
+        parameter.padded_shape = shape
 
 
 def _derived_layouts(cell, mesh, declarations, layouts, free, inputs, device_model):

@@ -24,8 +24,8 @@ from mindformers_core.trainer.trainer import Trainer
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
 SMALL = (
     "training.steps=4", "training.local_batch_size=2", "training.global_batch_size=8", "train_dataset.seq_length=16",
-    "model.vocab_size=257", "model.hidden_size=32", "model.intermediate_size=64", "model.num_hidden_layers=1", "lr_scheduler.warmup_steps=0",
-    "monitor.plot=false",
+    "model.hidden_size=32", "model.intermediate_size=64", "model.num_hidden_layers=1", "lr_scheduler.warmup_steps=0",
+    "monitor.plot=false", "model.vocab_size=257",
 )  # fmt: skip
 
 
