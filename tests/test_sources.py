@@ -2,19 +2,25 @@
 
 import json
 import shutil
+import struct
 import tracemalloc
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from support.launch import ROOT
+from support.streams import CountedRow
 from test_training_loop import ONE_RANK
 
+from mindformers_core.batches import BatchPlan
 from mindformers_core.commands.command_line import main
 from mindformers_core.data.mixture import Mixture
+from mindformers_core.data.reading import local_batch
 from mindformers_core.data.sources import open_tokens
 from mindformers_core.data.streams import Sequences, Stream
 from mindformers_core.data.tokenizing import Tokenizer
+from mindformers_core.layout import Layout
+from mindformers_core.mesh import DeviceMesh
 
 DOCUMENTS = [[5, 6, 7], [8, 9, 10], [20, 21]]
 GOLDEN = ROOT / "tests" / "golden"  # megatron_tiny was written by megatron-core 0.16.1
@@ -109,20 +115,47 @@ def test_conversations_predict_what_the_assistant_says(tmp_path):
     assert np.flatnonzero(tokenizer.conversation(messages)[1]).tolist() == [6, 7, 8, 14, 15], "an answer without it"
 
 
-class Counted:
-    """An array that counts the bytes that are read of it."""
+def long_sources(folder, draw):
+    """Tokens of a `.npy` file, of Megatron's with documents, and of rows with labels in the cache."""
+    lengths = draw.integers(1, 400, 20)
+    ids = draw.integers(0, 97, lengths.sum()).astype(np.uint16)
+    np.save(folder / "ids.npy", ids)
+    (folder / "ids.bin").write_bytes(ids.tobytes())
+    places = np.cumsum([0, *lengths[:-1]])
+    header = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, len(lengths), len(lengths) + 1)
+    numbers = lengths.astype("<i4"), 2 * places.astype("<i8"), np.arange(len(lengths) + 1)
+    (folder / "ids.idx").write_bytes(header + b"".join(each.tobytes() for each in numbers))
+    rows = [each.tolist() for each in np.split(ids, places[1:])]
+    path = json_lines(folder, *({"input_ids": row, "labels": [-100, *row[1:]]} for row in rows))
+    return [open_tokens([str(each)], str(folder / "cache")) for each in (folder / "ids.npy", folder / "ids.bin", path)]
 
-    base = None
 
-    def __init__(self, array):
-        self.array, self.dtype, self.read = array, array.dtype, 0
+ENTRIES = ("cp", "tp"), ("tp", "cp"), ("cp",), (), (2, "tp")  # the last one is strided
 
-    def __len__(self):
-        return len(self.array)
 
-    def __getitem__(self, places):
-        self.read += self.array[places].nbytes
-        return self.array[places]
+@pytest.mark.parametrize("packs", [False, True])
+def test_a_rank_reads_its_part_of_sequences(packs, tmp_path):
+    """Whatever the layouts of the arrays; where they are alike, no more tokens than it needs."""
+    draw, mesh, read, length = np.random.default_rng(0), DeviceMesh((2, 2, 2), ("dp", "cp", "tp")), [], 256
+    sources = [
+        Sequences(replace(source, ids=CountedRow(source.ids, read)), length, 97, packs)
+        for source in long_sources(tmp_path, draw)
+    ]
+    stream, plan = Stream(tuple(sources), Mixture((2, 1, 1)), 3), BatchPlan(12, 2, 3)
+
+    def arrays(rank, entries):
+        read.clear()
+        return local_batch(plan, [Layout.on(mesh, (("dp",), entry)) for entry in entries], rank, {}, stream, 7)
+
+    chosen = [(number,) * 3 for number in range(5)] + [draw.integers(0, 5, 3) for _ in range(5)]
+    for entries in ([ENTRIES[number] for number in numbers][: 2 + packs] for numbers in chosen):
+        for rank in range(8):
+            alone, own = arrays(rank, [()] * len(entries)), arrays(rank, entries)
+            for whole, part, entry in zip(alone, own, entries, strict=True):
+                (runs,) = Layout.on(mesh, (entry,)).local_runs((length,), rank)
+                np.testing.assert_array_equal(part, np.concatenate([whole[..., run] for run in runs], -1))
+            if len(set(entries)) == 1 and entry != ENTRIES[-1]:
+                assert 0.5 <= sum(read) / own[0].size <= 1.05
 
 
 def test_a_source_of_a_trillion_tokens(tmp_path):
@@ -133,15 +166,15 @@ def test_a_source_of_a_trillion_tokens(tmp_path):
         file.truncate(file.tell() + 2 * count)
     tracemalloc.start()
     source = open_tokens([str(path)], str(tmp_path))
-    source = replace(source, ids=Counted(source.ids))
+    source = replace(source, ids=CountedRow(source.ids, read := []))
     for packs in (False, True):
         stream = Stream((Sequences(source, 4096, 9, packs),), Mixture((1,)), 3)
-        source.ids.read = 0
+        read.clear()
         stream = stream.resumed(json.loads(json.dumps(stream.state())), 10**9)
-        assert source.ids.read == 2 * 2 * 2**16 * 2, "of a checksum, when saved and when resumed"
-        source.ids.read = 0
+        assert sum(read) == 2 * 2 * 2**16, "of a checksum, when saved and when resumed"
+        read.clear()
         assert stream.batch(10**9, 2)[0].shape == (2, 4096) and len(stream.sources[0]) > 2 * 10**8
-        assert 0 < source.ids.read / (2 * 4096 * 2) <= 1.05
+        assert 0.9 <= sum(read) / (2 * 4096) <= 1.05
         assert stream.begun(10**9, 10**9 + 2) == "" and 4 < stream.epochs(10**9)[0] < 5
     assert tracemalloc.get_traced_memory()[1] < 2**21
     tracemalloc.stop()

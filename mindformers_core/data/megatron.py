@@ -5,7 +5,7 @@ import struct
 
 import numpy as np
 
-from mindformers_core.data.mapped import whole
+from mindformers_core.data.mapped import intact
 from mindformers_core.scopes import errors_at
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -56,7 +56,7 @@ class _Starts:
     def __getitem__(self, number):
         if not 0 <= number < len(self):
             raise IndexError(number)
-        lengths, pointers, documents = map(whole, self._arrays)
+        lengths, pointers, documents = map(intact, self._arrays)
         first, before = int(documents[number]), int(documents[number - 1]) if number else 0
         if before <= first <= len(pointers) and (number or first == 0):
             place = int(pointers[first - 1]) + int(lengths[first - 1]) * self._size if first else 0

@@ -18,7 +18,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from mindformers_core.data.mapped import whole
+from mindformers_core.data.mapped import intact
 from mindformers_core.data.megatron import open_megatron
 from mindformers_core.data.rows import READERS, documents_of
 from mindformers_core.hints import first_of
@@ -51,7 +51,7 @@ class Tokens:
         Raises:
             ValueError: a token id that the model doesn't have; names file and place. A file that has been cut off.
         """
-        found = np.asarray(whole(self.ids)[first:end], np.int64)
+        found = np.asarray(intact(self.ids)[first:end], np.int64)
         odd = np.flatnonzero((found < 0) | (found >= vocab_size))
         if len(odd):
             token, place = found[odd[0]], first + odd[0]
