@@ -90,11 +90,14 @@ class RankStages:
         check_argument_names(names, self.described)
         self._check_policies()
         split, is_complete, self.draws, following = self._split(table), False, {}, next_draw()
+        waiting = {stage for holders in self.tied.values() for stage, _ in holders}
+        if self.described[-1]["has_count"]:
+            waiting |= {*range(len(self.stage_ranks) - 1)}
         if not any(stage.weight_gradients.runs for stage in self.stages.values()):
             self._first_draw = following
         try:
             for index, stage in self.stages.items():
-                stage.begin(training, table.micro_batch_num, index in split)
+                stage.begin(training, table.micro_batch_num, index in split, index in waiting)
             yield
             if training:
                 self._check_programs()
@@ -226,7 +229,9 @@ class RankStages:
         """The first stage's rank sums in the order of stages, and sends the sum to the others: equal bits on all."""
         root = self.stage_ranks[holders[0][0]]
         places = {stage: place for stage, place in holders if stage in self.stages}
-        own = {stage: self.stages[stage].weight_gradients.of_run[place] for stage, place in places.items()}
+        sums = {stage: self.stages[stage].weight_gradients.of_run for stage in places}
+        keys = {stage: sums[stage].number(place) for stage, place in places.items()}
+        own = {stage: sums[stage].sums[key] for stage, key in keys.items()}
         if not own:
             return
 
@@ -246,8 +251,8 @@ class RankStages:
             for stage, gradient in own.items():
                 self.channel.send((gradient,), self.ranks[root], tag(stage), self.axes)
             total = self.channel.receive(self.ranks[root], tag(everyone), what)[0]
-        for stage, place in places.items():
-            self.stages[stage].weight_gradients.of_run[place] = total
+        for stage, key in keys.items():
+            sums[stage].sums[key] = total
 
 
 def _description(stage):

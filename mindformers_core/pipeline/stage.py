@@ -11,9 +11,9 @@ from mindformers_core.dtypes import dtype_name
 from mindformers_core.hints import check_loss
 from mindformers_core.passes.forward_backward import ForwardBackward, is_differentiable
 from mindformers_core.passes.stage_function import StageFunction
+from mindformers_core.passes.step_gradients import StepGradients
 from mindformers_core.pipeline.agreement import check_boundary
 from mindformers_core.pipeline.rank_stages import RankStages
-from mindformers_core.pipeline.stage_gradients import StageGradients
 from mindformers_core.sharding.parameter_storage import parameter_storage
 from mindformers_core.sharding.sharded_cells import ShardedCell, computing_parameters, own_class, tree_of
 from mindformers_core.sharding.whole_tensors import note_owner
@@ -59,7 +59,7 @@ class PipelineStage:
         ranks: the global ranks of the pipeline that this rank belongs to, in the axis' order; `rank_num` of them.
         parameters: tuple of the trainable `Parameter`s, `cell.trainable_params()`.
         function: the `StageFunction` of the Cell.
-        weight_gradients: the `StageGradients` of the Cell.
+        weight_gradients: the `StepGradients` of the Cell.
 
     Raises:
         TypeError, ValueError: no Cell, no such stage or axis; a `loss_fn` on another stage than the last, or for a Cell
@@ -90,11 +90,11 @@ class PipelineStage:
         self._storage.prepare_pipeline()
         self.parameters = tuple(cell.trainable_params())
         self.function = StageFunction(cell, loss_fn, compiled)
-        self.weight_gradients = StageGradients(cell, self._storage)
+        self.weight_gradients = StepGradients(cell, self._storage)
         self._passes = ForwardBackward(_first if self.is_last else _floating, self._storage.backward_scope)
         self._rank_stages, self._loss_scale = None, loss_scale
         self._agreed = set()  # layouts of outputs that the next stage takes
-        self._training, self._micro_batch_num = False, 1
+        self._training, self._micro_batch_num, self._is_split = False, 1, False
         if stage_num > 1:
             note_owner(self)
 
@@ -155,13 +155,14 @@ class PipelineStage:
         finally:
             self.weight_gradients.unsplit()
 
-    def begin(self, training, micro_batch_num, is_split):
+    def begin(self, training, micro_batch_num, is_split, is_tied):
         """Begin a pass, and drop the state of a pass that failed.
 
         Args:
             training: whether backward passes follow.
             micro_batch_num: number of micro-batches, the divisor of the gradients.
             is_split: whether the table has steps `BWD_INPUT` and `BWD_WEIGHT` of this stage.
+            is_tied: whether the sums of its gradients wait for other stages: for their terms, or the number of labels.
         """
         if ms.get_context("mode") == ms.GRAPH_MODE:
             raise ValueError(
@@ -169,9 +170,9 @@ class PipelineStage:
                 "stages compiled by PipelineStage(..., compiled=True)"
             )
         self._check_trained()
-        self._training, self._micro_batch_num = training, micro_batch_num
+        self._training, self._micro_batch_num, self._is_split = training, micro_batch_num, is_split
         self._passes.forget()
-        self.weight_gradients.begin(training, is_split)
+        self.weight_gradients.begin(training, is_split, micro_batch_num, is_tied)
 
     def end(self, is_complete):
         """End a pass: add its gradients to those of the runs before, or drop them if the pass failed."""
@@ -238,6 +239,8 @@ class PipelineStage:
                 f"stage {self.stage_index + 1} gave back gradients {_shown(gradients)} for the floating outputs "
                 f"{_shown(outputs)} of {self.label}"
             )
+        if not self._is_split:
+            self._begin_adding()
         weights = self.weight_gradients.differentiated()
         given, found = self._passes.backward(micro_index, gradients, weights, self.weight_gradients.is_split)
         self._storage.free_units()
@@ -247,8 +250,15 @@ class PipelineStage:
     def backward_weight(self, micro_index):
         """Add a micro-batch's gradients of the weights to the sums of the run, after `backward_input`."""
         is_split = self.weight_gradients.is_split  # else the backward pass was observed with them
+        if self._is_split:
+            self._begin_adding()
         with self._passes.observed(micro_index, "backward") if is_split else nullcontext():
             self.weight_gradients.add(micro_index)
+
+    def _begin_adding(self):
+        """Before the gradients of a micro-batch are added, as they come unless the table splits the backward pass."""
+        labels = (self.weight_gradients.labels or 0) + self._rank_stages.labels if self.has_count else None
+        self.weight_gradients.begin_adding(labels, not self._is_split, self.function.compiled)
 
     def _checked(self, outputs):
         """Return `outputs`; raise an error unless a backward pass can start at them."""

@@ -1,4 +1,4 @@
-"""The gradients of a stage's weights: the parameters to differentiate, and the sums over micro-batches and runs."""
+"""The gradients of a step: the parameters to differentiate, and the sums over micro-batches and runs."""
 
 import logging
 
@@ -11,14 +11,17 @@ from mindformers_core.sharding.sharded_cells import EagerCell, ShardedCell, comp
 _LOG = logging.getLogger("mindformers_core")
 
 
-class StageGradients:
-    """Computes a stage's weight gradients, with the input gradients or later, sums them, and reduces the sums.
+class StepGradients:
+    """Computes the gradients of a Cell's weights, with those of its inputs or later, and sums and reduces them.
+
+    The last backward pass of a run adds to the sums of the runs before. That of the last run, `accumulate_grad_step` of
+    `hsdp()`, also reduces them, each whole gradient as it comes, where the storage can and the scale is known.
 
     The weights are gathered before the first pass. After a training pass they stay gathered, since further runs may
     follow; they are freed by `reduced`, and after a pass that failed or has no gradients.
 
     Args:
-        cell: the stage's Cell.
+        cell: the Cell.
         storage: the `ParameterStorage` of the Cell.
 
     Attributes:
@@ -26,20 +29,17 @@ class StageGradients:
             `cell.trainable_params()`, which may be their shards (see `ParameterStorage`).
         runs: number of the runs since `forget`.
         labels: number of the labels of these runs; None where the loss is a mean.
-        of_run: the sums over the micro-batches so far of the current run, a list of results of
-            `ParameterStorage.summed`; or None.
+        of_run: the `GradientSums` of the current run, until its last backward pass.
     """
 
     def __init__(self, cell, storage):
         self._cell, self._storage = cell, storage
         self.parameters = tuple(p for p in computing_parameters(cell) if p.requires_grad)
         self._weights = ParameterTuple(self.parameters)
-        self._deferred, self._has_warned = None, False
+        self._deferred, self._has_warned, self._has_opened = None, False, False
         self._kept = {}  # micro-batch -> (Parameters, their gradients, result of `DeferredGradients.take` or None)
-        self.of_run, self.runs, self.labels = None, 0, None
-        # sums over runs, and the reduced sums of earlier ones, with their factor
-        self._waiting, self._reduced, self._scale = None, None, None
-        self._has_opened = False
+        self.of_run = None
+        self.forget()
 
     def split(self, is_split):
         """If `is_split`, have programs defer the gradients of matmuls' weights to `add`, until `unsplit()`.
@@ -64,12 +64,48 @@ class StageGradients:
         if self._deferred is not None:
             self._deferred.pause()
 
-    def begin(self, training, is_split):
-        """Begin a pass."""
+    def begin(self, training, is_split=False, micro_batch_num=1, waits=False):
+        """Begin a pass.
+
+        Args:
+            training: whether backward passes follow, as many as `micro_batch_num`.
+            is_split: see `split`.
+            waits: whether sums wait for other stages until `end`: for their terms, or the number of labels.
+
+        Raises:
+            ValueError: the gradients of earlier runs are lost.
+        """
+        if training and (self._is_reduced or self._is_lost):  # more runs than `accumulate_grad_step`
+            self.reduced()
         self.split(is_split)
-        self._kept, self.of_run = {}, None
+        self._kept, self.of_run = {}, self._storage.gradient_sums()
+        self._left, self._waits = micro_batch_num if training else None, waits
         self._has_opened = self._has_opened or not self._storage.is_open
         self._storage.open(training)
+
+    def begin_adding(self, labels=None, comes=True, at_once=False):
+        """Before the gradients of a micro-batch are added.
+
+        Args:
+            labels: number of the labels since `forget`, these included, an integer tensor; None for a mean.
+            comes: whether the backward pass follows, whose gradients may be added as they come.
+            at_once: whether all of these exist when the first is given, as those of a compiled function.
+        """
+        self._left -= 1
+        sums, is_last, settings = self.of_run, False, self._storage.settings
+        if self._adds_to_runs:
+            sums = self._waiting = sums.added_to(self._waiting)
+            is_last = settings is not None and self.runs == settings.accumulate_grad_step - 1
+        if is_last:
+            self._is_reduced = True
+            self._scale = None if labels is None else scale_of_labels(labels.item(), settings)
+        self._adding = sums
+        sums.begin(is_last, self._scale, comes, at_once)
+
+    @property
+    def _adds_to_runs(self):
+        """Whether the last backward pass of a run, which adds to the sums of those before, has begun."""
+        return self._left == 0 and not self._waits
 
     @property
     def is_split(self):
@@ -103,16 +139,18 @@ class StageGradients:
             place = id(parameter)
             named[place] = named[place] + gradient if place in named else gradient
             del gradient
-        gradients = [named.pop(id(parameter)) for parameter in self.parameters]
-        self.of_run = _added(self.of_run, self._storage.summed(gradients))
+        self._adding.take([named.pop(id(parameter)) for parameter in self.parameters])
 
     def end(self, is_complete):
-        """End a pass; the gradients of an incomplete one are dropped."""
+        """End a pass; the gradients of an incomplete one are dropped, after its last backward pass those of the step."""
         self.unsplit()
-        if is_complete:
-            self._waiting = _added(self._waiting, self.of_run)
-            self.runs += self.of_run is not None
-        self.of_run = None
+        if self._left == 0 and is_complete:
+            self._waiting = self._waiting if self._adds_to_runs else self.of_run.added_to(self._waiting)
+            self.runs += 1
+        elif self._adds_to_runs:
+            self._is_lost = self._waiting is not self.of_run  # else there were none before
+            self._waiting, self._is_reduced = None, False
+        self.of_run = self._left = None
         if not is_complete or self._waiting is None:
             self.close()
 
@@ -123,27 +161,39 @@ class StageGradients:
             self._storage.close()
 
     def reduced(self):
-        """The reduced sums over all runs: a tuple; None if there are no gradients."""
+        """The reduced sums over all runs: a tuple; None if there are no gradients.
+
+        Raises:
+            ValueError: those of earlier runs are lost.
+        """
+        if self._is_lost:
+            raise ValueError(
+                f"a run of {type(self._cell).__name__} failed after its last backward pass had begun, which adds to "
+                "the gradients of the runs before: call zero_gradients(), and begin the step again"
+            )
         if self._waiting is not None:
-            waiting, self._waiting = self._waiting, None
+            waiting, is_reduced, before = self._waiting, self._is_reduced, self._scale_before
+            self._waiting, self._is_reduced = None, False
             try:
-                scale = None if self.labels is None else scale_of_labels(self.labels, self._storage.settings)
-                if scale is not None and self._reduced is not None:
-                    self._reduced = [gradient * (scale / self._scale) for gradient in self._reduced]
-                self._reduced, self._scale = _added(self._reduced, self._storage.reduced(waiting, scale)), scale
+                if not is_reduced:
+                    self._scale = None if self.labels is None else scale_of_labels(self.labels, self._storage.settings)
+                if self._scale is not None and self._reduced is not None:
+                    self._reduced = [gradient * (self._scale / before) for gradient in self._reduced]
+                self._reduced = _added(self._reduced, waiting.finish(self._scale))
+                self._scale_before = self._scale
             finally:
                 self.close()
         return None if self._reduced is None else tuple(self._reduced)
 
     def forget(self):
         """Drop all sums."""
-        self._waiting = self._reduced = self.labels = None
-        self.runs = 0
+        # sums over runs, and the reduced sums of earlier ones, with their factor
+        self._waiting = self._reduced = self._scale = self._scale_before = self.labels = None
+        self._is_reduced = self._is_lost = False
+        self._left, self._waits, self.runs = None, False, 0
         self.close()
 
 
 def _added(sums, more):
-    """The elementwise sums of two lists, either of which may be None."""
-    if sums is None or more is None:
-        return list(more) if sums is None and more is not None else sums
-    return [one + other for one, other in zip(sums, more, strict=True)]
+    """The elementwise sums of two lists, the first of which may be None."""
+    return list(more) if sums is None else [one + other for one, other in zip(sums, more, strict=True)]
