@@ -48,11 +48,13 @@ class StepGradients:
         gradients: they are correct, but the split saves no time; one warning reports that.
         """
         self._deferred = None
+        if not is_split:
+            return
         eager = any(isinstance(child, EagerCell) for _, child in self._cell.cells_and_names())
-        if is_split and isinstance(self._cell, ShardedCell) and not eager:
+        if isinstance(self._cell, ShardedCell) and not eager:
             self._deferred = split_weight_gradients(self._cell)
             self._deferred.discard()
-        elif is_split and self.parameters and not self._has_warned:
+        elif self.parameters and not self._has_warned:
             self._has_warned = True
             _LOG.warning(
                 "%s is not sharded, or runs eagerly: its weights' gradients can't be split off, and BWD_INPUT computes "

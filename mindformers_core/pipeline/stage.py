@@ -31,6 +31,8 @@ class PipelineStage:
     Cells and is in `tied` of all of them: its initial values have to be equal, and its gradient is summed over the
     stages. Other parameters need unique paths, for instance with the layer's number in the whole model.
 
+    One stage is a whole model: its schedule runs micro-batches as `zero.value_and_grad` does, in the same memory.
+
     The weights of a Cell under `hsdp()` are gathered at the begin of a run, and freed when `gradients` is read: further
     runs of a step don't gather again. In between the optimizer's parameters have no values. At level 3
     `hsdp(reshard_after_forward=True)` gathers the weights for every micro-batch.
@@ -108,8 +110,12 @@ class PipelineStage:
         """The gradients of `parameters`, in their order: of the mean over micro-batches, summed over the runs since
         `zero_gradients()`, or of the mean over the labels of all these; zeros if there was no run.
 
-        Under `hsdp()` the sums are divided by its `accumulate_grad_step`, the number of runs of a step. The first read
-        after a run reduces them: all data-parallel ranks have to read the gradients of their stages in the same order.
+        Under `hsdp()` the sums are divided by its `accumulate_grad_step`, the number of runs of a step, the last of
+        which reduces them, as they come. Otherwise, and where they wait for other stages, the first read after a run
+        does: all data-parallel ranks have to read the gradients of their stages in the same order.
+
+        Raises:
+            ValueError: a run has failed after it had begun to add to the sums of those before.
         """
         gradients = self.weight_gradients.reduced()
         return tuple(ops.zeros_like(parameter) for parameter in self.parameters) if gradients is None else gradients
@@ -280,6 +286,8 @@ class PipelineStage:
                 "stage, and the schedule, anew"
             )
         self._storage.prepare_pipeline()
+        if self._storage.settings is not None:  # which have checked it
+            return
         trained = [parameter for parameter in computing_parameters(self.cell) if parameter.requires_grad]
         known, now = ({id(p): p.name for p in parameters} for parameters in (self.weight_gradients.parameters, trained))
         if known.keys() != now.keys():
