@@ -28,7 +28,7 @@ class StepGradients:
         parameters: tuple of the trained Parameters of the Cell's computation, in the order of
             `cell.trainable_params()`, which may be their shards (see `ParameterStorage`).
         runs: number of the runs since `forget`.
-        labels: number of the labels of these runs; None where the loss is a mean.
+        labels: number of the labels of these runs, which their owner counts; None where the loss is a mean.
         of_run: the `GradientSums` of the current run, until its last backward pass.
     """
 
@@ -89,7 +89,7 @@ class StepGradients:
         """Before the gradients of a micro-batch are added.
 
         Args:
-            labels: number of the labels since `forget`, these included, an integer tensor; None for a mean.
+            labels: number of the labels of this run's micro-batches so far, an integer tensor; None for a mean.
             comes: whether the backward pass follows, whose gradients may be added as they come.
             at_once: whether all of these exist when the first is given, as those of a compiled function.
         """
@@ -100,7 +100,8 @@ class StepGradients:
             is_last = settings is not None and self.runs == settings.accumulate_grad_step - 1
         if is_last:
             self._is_reduced = True
-            self._scale = None if labels is None else scale_of_labels(labels.item(), settings)
+            if labels is not None:
+                self._scale = scale_of_labels((labels + (self.labels or 0)).item(), settings)
         self._adding = sums
         sums.begin(is_last, self._scale, comes, at_once)
 

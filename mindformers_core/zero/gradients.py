@@ -1,14 +1,9 @@
 """`value_and_grad()`: the micro-steps of a Cell under `hsdp()`, and the reduced gradients of a step."""
 
-from mindspore import ops
-
 from mindformers_core.algorithms.dropout import block_of, draws_of, next_draw
 from mindformers_core.hints import check_loss
 from mindformers_core.mindspore_private import pynative_executor
-from mindformers_core.passes.forward_backward import ForwardBackward, is_differentiable
-from mindformers_core.passes.label_counts import label_count
-from mindformers_core.passes.stage_function import StageFunction
-from mindformers_core.passes.step_gradients import StepGradients
+from mindformers_core.passes.cell_passes import CellPasses
 from mindformers_core.sharding.recordings import forget_recordings
 from mindformers_core.zero.loss_scale import LossScale
 from mindformers_core.zero.storage import storage_of
@@ -69,38 +64,39 @@ def _check_loss_scale(loss_scale, storage):
         )
 
 
-class _GradientFunction:
+class _GradientFunction(CellPasses):
     """The function that `value_and_grad` returns: the runs of a pipeline of one stage, with a micro-batch each."""
 
     def __init__(self, cell, compiled, loss_scale, has_count):
-        self.loss_scale, self.storage, self.has_count = loss_scale, storage_of(cell), has_count
-        self._function = StageFunction(cell, None, compiled)
-        self._passes = ForwardBackward(lambda results: results[:1], self.storage.backward_scope)
-        self._gradients = StepGradients(cell, self.storage)
-        self._first_draw, self._count = 0, 0  # of the step that has begun: first draw, number of labels
+        self.storage, self.loss_scale = storage_of(cell), loss_scale
+        super().__init__(cell, self.storage.label, None, compiled, loss_scale=loss_scale, has_count=has_count)
         self.storage.has_checked = False  # optimizers may have been built since
 
     def __call__(self, *inputs, **kwargs):
-        self.storage.check_trained()
-        is_first, begun = self._gradients.runs == 0, False
+        own, storage = self.weight_gradients, self.storage
+        storage.check_trained()
         try:
             self.prepare(*inputs, **kwargs)
-            if is_first:
+            if own.runs == 0:
                 if pynative_executor.grad_flag():  # an error has ended another gradient
                     forget_recordings()
-                self.storage.check_closed()
-                self._first_draw, self._count = next_draw(), 0
-            begun = True
-            self._gradients.begin(training=True)
-            results = self._forward_and_backward(inputs, kwargs)
-            self._gradients.end(is_complete=True)
+                storage.check_closed()
+                self._first_draw = next_draw()
+            self.begin(training=True)
+            with draws_of(block_of(storage.replica, own.runs), self._first_draw):
+                results = self.forward(0, inputs, kwargs)
+            self.backward_input(0)
+            self.backward_weight(0)
+            if self.has_count:
+                own.labels = self.labels if own.labels is None else own.labels + self.labels
+            self.end(is_complete=True)
             gradients = None
-            if self._gradients.runs == self.storage.settings.accumulate_grad_step:
-                gradients = self._gradients.reduced()
-                self._gradients.forget()
+            if own.runs == storage.settings.accumulate_grad_step:
+                gradients = own.reduced()
+                own.forget()
         except BaseException:
-            if begun or not is_first:
-                self._drop()
+            self._passes.forget()
+            own.forget()
             raise
         if gradients is not None and self.loss_scale is not None:
             gradients = self.loss_scale.unscale(gradients)
@@ -108,35 +104,5 @@ class _GradientFunction:
 
     def prepare(self, *inputs, **kwargs):
         """Make the program of a call without computing; a `TensorMeta` may replace a tensor."""
-        self._function.make_program(inputs, kwargs)
-        self._function.check_gradients()
-
-    def _drop(self):
-        """Drop the step, and free the unsharded weights."""
-        self._passes.forget()
-        self._gradients.forget()
-
-    def _forward_and_backward(self, inputs, kwargs):
-        """The results of a micro-step; its gradients are added to those of the step."""
-        storage, own = self.storage, self._gradients
-        with draws_of(block_of(storage.replica, own.runs), self._first_draw):
-            results = self._passes.forward(0, lambda: self._checked(self._function(inputs, kwargs)), ())
-        if self.has_count:
-            self._count += label_count(results, storage.label)
-        own.begin_adding(self._count if self.has_count else None, at_once=self._function.compiled)
-        scale = 1.0 if self.loss_scale is None else self.loss_scale.value
-        _, found = self._passes.backward(0, (ops.full_like(results[0], scale),), own.differentiated())
-        storage.free_units()
-        own.keep(0, found)
-        del found
-        own.add(0)
-        return results
-
-    def _checked(self, results):
-        loss = results[0]
-        if loss.ndim > 0 or not is_differentiable(loss):
-            raise ValueError(
-                f"{self.storage.label} should return the loss, a floating scalar, alone or first: it gave a tensor of "
-                f"shape {tuple(loss.shape)} and dtype {loss.dtype}"
-            )
-        return results
+        self.function.make_program(inputs, kwargs)
+        self.function.check_gradients()
