@@ -145,7 +145,7 @@ class StepGradients:
         self._adding.take([named.pop(id(parameter)) for parameter in self.parameters])
 
     def end(self, is_complete):
-        """End a pass; the gradients of an incomplete one are dropped, after its last backward pass those of the step."""
+        """End a pass; gradients of an incomplete one are dropped, after its last backward pass all of the step."""
         self.unsplit()
         if self._left == 0 and is_complete:
             self._waiting = self._waiting if self._adds_to_runs else self.of_run.added_to(self._waiting)

@@ -1,4 +1,4 @@
-"""The forward and backward passes of a step over a rank's Cells, the stages of a pipeline: a whole model is one of one."""
+"""The forward and backward passes of a step over a rank's Cells: stages of a pipeline, a whole model is the only one."""
 
 from contextlib import ExitStack
 

@@ -52,8 +52,8 @@ def step_function(recipe, mesh, cells, loss_scale=None):
 
     Returns:
         `(optimizer, step, forward)`: the `GroupedOptimizer` of the trainable parameters of this rank, a function that
-        updates them, and `forward` of `pipeline_passes`. The function's arguments are the local inputs of the model, as of
-        `step_parts`, the optimizer's `scalars`, and a function to call before the update.
+        updates them, and `forward` of `pipeline_passes`. The function's arguments are the local inputs of the model, as
+        of `step_parts`, the optimizer's `scalars`, and a function to call before the update.
         Results are the mean loss, a tensor, which nobody has read, the gradients' norm before clipping, a float, both
         equal on all ranks, None, and the norms of `monitor.gradient_norms`, tensors.
         Where one of the first two isn't finite, no rank updates anything, and in place of None are the paths of this

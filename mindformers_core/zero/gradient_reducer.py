@@ -3,8 +3,8 @@
 from mindspore import ops
 
 from mindformers_core.communication.world import process_state
-from mindformers_core.sharding.optimizers_before import optimizers_holding
 from mindformers_core.scopes import replaced
+from mindformers_core.sharding.optimizers_before import optimizers_holding
 from mindformers_core.sharding.parameter_storage import GradientSums, as_dtype
 
 
