@@ -1,4 +1,4 @@
-"""The forward and backward passes of a step over a rank's Cells: stages of a pipeline, a whole model is the only one."""
+"""The forward and backward passes of a step over a rank's Cells, stages of a pipeline: a whole model is one."""
 
 from contextlib import ExitStack
 
