@@ -54,10 +54,6 @@ class CellPasses:
         self._passes.forget()
         self.weight_gradients.begin(training, is_split, micro_batch_num, waits)
 
-    def end(self, is_complete):
-        """End a pass: add its gradients to those of the runs before, or drop them if the pass failed."""
-        self.weight_gradients.end(is_complete)
-
     def forward(self, micro_index, inputs, kwargs):
         """Forward pass of a micro-batch, whose program is made.
 
@@ -105,12 +101,9 @@ class CellPasses:
         if gradients is None:
             scale = 1.0 if self._loss_scale is None else self._loss_scale.value
             gradients = (ops.full_like(outputs[0], scale if self.has_count else scale / self._micro_batch_num),)
-        wanted, received = ([(tensor.shape, tensor.dtype) for tensor in each] for each in (outputs, gradients))
+        wanted, received = map(_shown, (outputs, gradients))
         if wanted != received:
-            raise ValueError(
-                f"the stage after gave back gradients {_shown(gradients)} for the floating outputs {_shown(outputs)} "
-                f"of {self.label}"
-            )
+            raise ValueError(f"gradients {received} came back for the floating outputs {wanted} of {self.label}")
         if not self._is_split:
             self._begin_adding()
         weights = self.weight_gradients.differentiated()
@@ -135,8 +128,7 @@ class CellPasses:
     def _checked(self, outputs):
         """Return `outputs`; raise an error unless a backward pass can start at them."""
         if not self.is_last and not _floating(outputs):
-            found = _shown(outputs)
-            raise TypeError(f"{self.label} gave {found}: without a floating tensor no gradient can come back")
+            raise TypeError(f"{self.label} gave {_shown(outputs)}: without a floating tensor no gradient can come back")
         if self.is_last and (outputs[0].ndim > 0 or not is_differentiable(outputs[0])):
             raise ValueError(
                 f"{self.label} should return the loss, a floating scalar, alone or first, or a stage get a loss_fn; it "

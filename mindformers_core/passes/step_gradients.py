@@ -37,7 +37,7 @@ class StepGradients:
         self.parameters = tuple(p for p in computing_parameters(cell) if p.requires_grad)
         self._weights = ParameterTuple(self.parameters)
         self._deferred, self._has_warned, self._has_opened = None, False, False
-        self._kept = {}  # micro-batch -> (Parameters, their gradients, result of `DeferredGradients.take` or None)
+        self._kept = {}  # micro-batch -> (Parameters, their gradients, result of `DeferredGradients.take`)
         self.of_run = None
         self.forget()
 
@@ -94,16 +94,13 @@ class StepGradients:
             at_once: whether all of these exist when the first is given, as those of a compiled function.
         """
         self._left -= 1
-        sums, is_last, settings = self.of_run, False, self._storage.settings
+        self._adding, settings = self.of_run, self._storage.settings
         if self._adds_to_runs:
-            sums = self._waiting = sums.added_to(self._waiting)
-            is_last = settings is not None and self.runs == settings.accumulate_grad_step - 1
-        if is_last:
-            self._is_reduced = True
-            if labels is not None:
-                self._scale = scale_of_labels((labels + (self.labels or 0)).item(), settings)
-        self._adding = sums
-        sums.begin(is_last, self._scale, comes, at_once)
+            self._adding = self._waiting = self.of_run.added_to(self._waiting)
+            self._is_reduced = settings is not None and self.runs == settings.accumulate_grad_step - 1
+        if self._is_reduced and labels is not None:
+            self._scale = scale_of_labels((labels + (self.labels or 0)).item(), settings)
+        self._adding.begin(self._is_reduced, self._scale, comes, at_once)
 
     @property
     def _adds_to_runs(self):
@@ -126,19 +123,18 @@ class StepGradients:
 
     def keep(self, micro_index, found):
         """Keep the results of a micro-batch's backward pass for `add`; `found` are those of the weights, in order."""
-        if self._deferred is None:
-            self._kept[micro_index] = self.parameters, found, None
-        else:
+        ordinary, pending = self.parameters, ()
+        if self._deferred is not None:
             ordinary = self._deferred.ordinary_parameters
             pending = self._deferred.take(found[len(ordinary) :])
-            self._kept[micro_index] = ordinary, found[: len(ordinary)], pending
+        self._kept[micro_index] = ordinary, found[: len(ordinary)], pending
 
     def add(self, micro_index):
         """Compute the deferred gradients of a micro-batch, and add all its gradients to the sums."""
         ordinary, found, pending = self._kept.pop(micro_index)
         named = {id(parameter): gradient for parameter, gradient in zip(ordinary, found, strict=True)}
-        del found  # `summed` frees each whole gradient when it is reduced: nothing else may hold them
-        for parameter, gradient in () if pending is None else self._deferred.weight_gradients(pending):
+        del found  # `take` frees each whole gradient when it is reduced: nothing else may hold them
+        for parameter, gradient in self._deferred.weight_gradients(pending) if pending else ():
             place = id(parameter)
             named[place] = named[place] + gradient if place in named else gradient
             del gradient
@@ -174,29 +170,25 @@ class StepGradients:
                 f"a run of {type(self._cell).__name__} failed after its last backward pass had begun, which adds to "
                 "the gradients of the runs before: call zero_gradients(), and begin the step again"
             )
-        if self._waiting is not None:
-            waiting, is_reduced, before = self._waiting, self._is_reduced, self._scale_before
-            self._waiting, self._is_reduced = None, False
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
             try:
-                if not is_reduced:
+                if not self._is_reduced:
                     self._scale = None if self.labels is None else scale_of_labels(self.labels, self._storage.settings)
-                if self._scale is not None and self._reduced is not None:
-                    self._reduced = [gradient * (self._scale / before) for gradient in self._reduced]
-                self._reduced = _added(self._reduced, waiting.finish(self._scale))
-                self._scale_before = self._scale
+                found = waiting.finish(self._scale)
+                if self._reduced is not None:
+                    factor = 1 if self._scale is None else self._scale / self._scale_before
+                    found = [one * factor + other for one, other in zip(self._reduced, found, strict=True)]
+                self._reduced, self._scale_before = tuple(found), self._scale
             finally:
+                self._is_reduced = False
                 self.close()
-        return None if self._reduced is None else tuple(self._reduced)
+        return self._reduced
 
     def forget(self):
         """Drop all sums."""
         # sums over runs, and the reduced sums of earlier ones, with their factor
-        self._waiting = self._reduced = self._scale = self._scale_before = self.labels = None
-        self._is_reduced = self._is_lost = False
-        self._left, self._waits, self.runs = None, False, 0
+        self._waiting = self._reduced = self._scale = self._scale_before = self.labels = self._left = None
+        self._is_reduced = self._is_lost = self._waits = False
+        self.runs = 0
         self.close()
-
-
-def _added(sums, more):
-    """The elementwise sums of two lists, the first of which may be None."""
-    return list(more) if sums is None else [one + other for one, other in zip(sums, more, strict=True)]

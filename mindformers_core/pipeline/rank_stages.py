@@ -109,7 +109,7 @@ class RankStages:
         finally:
             set_next_draw(following)
             for stage in self.stages.values():
-                stage.end(is_complete)
+                stage.weight_gradients.end(is_complete)
 
     def forward(self, micro_index, stage_index, inputs, kwargs):
         """`PipelineStage.forward`, with the random draws of the micro-batch's rows."""

@@ -32,9 +32,8 @@ def pipeline_passes(recipe, mesh, cells, loss_scale):
         PipelineStage(net, index, stage_num, **options, **(of_last if index == stage_num - 1 else {}))
         for index, net in cells.items()
     ]
-    several = issubclass(kind, PipelineScheduleMulti)
-    plan = batch_plan(recipe, mesh.axis_size("dp"))
-    schedule = kind(stages if several else stages[0], plan.micro_batches, share_outputs=True)
+    given = stages if issubclass(kind, PipelineScheduleMulti) else stages[0]
+    schedule = kind(given, batch_plan(recipe, mesh.axis_size("dp")).micro_batches, share_outputs=True)
     names = recipe.spec.inputs[1:] if stage_num > 1 else ()  # one stage takes all arrays by place
 
     def arguments(arrays):

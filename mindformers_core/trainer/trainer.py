@@ -293,7 +293,7 @@ class Trainer:
         self._has_folder = True
         if carries_on and (others := set_aside(folder, self.step)):
             print(f"checkpoints of later steps are now {', '.join(others)}")
-        kind = "micro-batches" if recipe.parallelism.pipeline_parallel == 1 else "pipeline runs"
+        kind = "micro-batches" if self.plan.micro_batches == 1 else "pipeline runs"
         kind += f", {self.plan.empty} of whose rows are empty," if self.plan.empty else ""
         print(f"{recipe.training.steps} steps of {self.plan.runs} {kind} on ranks {self.mesh}; run folder {folder}")
         writers = [records.metrics_writer(folder, after_step=self.step)]

@@ -89,7 +89,7 @@ class _GradientFunction(CellPasses):
             self.backward_weight(0)
             if self.has_count:
                 own.labels = self.labels if own.labels is None else own.labels + self.labels
-            self.end(is_complete=True)
+            own.end(is_complete=True)
             gradients = None
             if own.runs == storage.settings.accumulate_grad_step:
                 gradients = own.reduced()
