@@ -36,7 +36,8 @@ class PipelineStage(CellPasses):
             Stages exchange local tensors.
         stage_index: number of the stage, from 0.
         stage_num: number of stages, over all ranks.
-        mesh: the `DeviceMesh` of all ranks, with the pipeline's axis. Default: one axis of all ranks of the world.
+        mesh: the `DeviceMesh` of all ranks, with the pipeline's axis. Default: one axis of all ranks of the world, or
+            for one stage this rank alone.
         axis: name of the mesh axis along which stages lie.
         loss_fn: of the last stage: a function of the Cell's output (several as a tuple) and the run's keyword argument
             `target` that returns the loss. Default: the Cell returns the loss, a floating scalar, alone or as its first
@@ -73,17 +74,16 @@ class PipelineStage(CellPasses):
             if given not in (None, "mean") and stage_index != stage_num - 1:
                 raise ValueError(f"stage {stage_index} has a {name}: only the last one, {stage_num - 1}, may have one")
         is_last = stage_index == stage_num - 1
-        label = f"the {own_class(cell).__name__} of stage {stage_index}{', the last stage,' * is_last}"
+        label = f"the {own_class(cell).__name__} of stage {stage_index}"
         super().__init__(cell, label, loss_fn, compiled, stage_index == 0, is_last, loss_scale, loss == "sum")
         self.stage_index, self.stage_num, self.compiled, self.tied = stage_index, stage_num, compiled, tuple(tied)
         here = world()
-        self.ranks = tuple(range(here.size)) if mesh is None else mesh.group(here.rank, (axis,))
-        self.rank_num = len(self.ranks)
-        self.axis = axis
-        self._storage.prepare_pipeline()
+        alone = (here.rank,) if stage_num == 1 else tuple(range(here.size))
+        self.ranks = alone if mesh is None else mesh.group(here.rank, (axis,))
+        self.axis, self.rank_num = axis, len(self.ranks)
+        self._storage.prepare_pipeline(self.stage_num)
         self.parameters = tuple(cell.trainable_params())
-        self._rank_stages = None
-        self._agreed = set()  # layouts of outputs that the next stage takes
+        self._rank_stages, self._agreed = None, set()  # the second: layouts of outputs that the next stage takes
         if stage_num > 1:
             note_owner(self)
 
@@ -180,14 +180,12 @@ class PipelineStage(CellPasses):
                 f"hsdp() was called with {self.label} after its PipelineStage was made: call it before, and make the "
                 "stage, and the schedule, anew"
             )
-        self._storage.prepare_pipeline()
+        self._storage.prepare_pipeline(self.stage_num)
         if self._storage.settings is not None:  # which have checked it
             return
-        trained = [parameter for parameter in computing_parameters(self.cell) if parameter.requires_grad]
-        known, now = ({id(p): p.name for p in parameters} for parameters in (self.weight_gradients.parameters, trained))
-        if known.keys() != now.keys():
-            name = next(name for place, name in (known | now).items() if (place in known) != (place in now))
+        trained = {parameter for parameter in computing_parameters(self.cell) if parameter.requires_grad}
+        if changed := [each.name for each in trained ^ {*self.weight_gradients.parameters}]:
             raise ValueError(
-                f"requires_grad of '{name}' has changed since stage {self.stage_index} was made: make its "
+                f"requires_grad of '{min(changed)}' has changed since stage {self.stage_index} was made: make its "
                 "PipelineStage, and the schedule, anew"
             )

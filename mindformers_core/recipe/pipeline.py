@@ -2,7 +2,6 @@
 
 from mindformers_core.pipeline.layer_split import split_layers
 from mindformers_core.pipeline.schedules.named import schedule_class
-from mindformers_core.pipeline.schedules.one_f_one_b import Schedule1F1B
 from mindformers_core.pipeline.tables.simulating import simulate
 from mindformers_core.recipe.sections import micro_batches_of_a_run
 from mindformers_core.scopes import errors_at
@@ -60,10 +59,8 @@ def recipe_schedule(recipe):
     Raises:
         ValueError, TypeError, OSError: as of `schedule_class`.
     """
-    if recipe.parallelism.pipeline_parallel == 1:
-        return Schedule1F1B
     with errors_at("parallelism.pipeline_parallel_schedule: ", kinds=(ValueError, TypeError, OSError)):
-        return schedule_class(recipe.parallelism.pipeline_parallel_schedule)
+        return schedule_class(recipe.parallelism.pipeline_parallel_schedule if stage_count(recipe) > 1 else "1f1b")
 
 
 def stage_count(recipe):

@@ -73,8 +73,9 @@ class ParameterStorage:
 
     # What a pipeline's stage calls: forward and backward passes of several micro-batches alternate.
 
-    def prepare_pipeline(self):
-        """Before a run: keep weights gathered, unless `reshard_after_forward=True`; check which ones are frozen."""
+    def prepare_pipeline(self, stage_num):
+        """Before a run: check which weights are frozen; of several stages keep them gathered, unless
+        `reshard_after_forward=True`."""
 
     def free_units(self):
         """After a forward or backward pass: free the gathered weights of units."""

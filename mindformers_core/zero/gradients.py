@@ -68,12 +68,11 @@ class _GradientFunction(CellPasses):
     """The function that `value_and_grad` returns: the runs of a pipeline of one stage, with a micro-batch each."""
 
     def __init__(self, cell, compiled, loss_scale, has_count):
-        self.storage, self.loss_scale = storage_of(cell), loss_scale
-        super().__init__(cell, self.storage.label, None, compiled, loss_scale=loss_scale, has_count=has_count)
-        self.storage.has_checked = False  # optimizers may have been built since
+        super().__init__(cell, storage_of(cell).label, None, compiled, loss_scale=loss_scale, has_count=has_count)
+        self._storage.has_checked = False  # optimizers may have been built since
 
     def __call__(self, *inputs, **kwargs):
-        own, storage = self.weight_gradients, self.storage
+        own, storage = self.weight_gradients, self._storage
         storage.check_trained()
         try:
             self.prepare(*inputs, **kwargs)
@@ -98,8 +97,8 @@ class _GradientFunction(CellPasses):
             self._passes.forget()
             own.forget()
             raise
-        if gradients is not None and self.loss_scale is not None:
-            gradients = self.loss_scale.unscale(gradients)
+        if gradients is not None and self._loss_scale is not None:
+            gradients = self._loss_scale.unscale(gradients)
         return (results[0] if len(results) == 1 else results), gradients
 
     def prepare(self, *inputs, **kwargs):

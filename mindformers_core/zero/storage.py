@@ -75,10 +75,10 @@ class HsdpStorage(ParameterStorage):
                 "block before"
             )
 
-    def prepare_pipeline(self):
+    def prepare_pipeline(self, stage_num):
         """See `ParameterStorage`."""
         self.check_trained()
-        if self.units and self.settings.reshard_after_forward is None:
+        if stage_num > 1 and self.units and self.settings.reshard_after_forward is None:
             self.units = ()
 
     def open(self, training=False):
