@@ -48,6 +48,7 @@ FLOORS = (
     "generation",
     "sharding",
     "tensor_parallel",
+    "ops",
     "models",
     "passes",
     "optimizers",

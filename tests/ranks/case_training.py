@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import test_label_weights as label_weights
 from support.launch import on_ranks
-from support.streams import token_stream
+from support.streams import CountedRow, token_stream
 from truth import once
 
 from mindformers_core.communication import world
@@ -29,11 +29,11 @@ SMALL = (
 
 
 def job_on(shape, ranks, *overrides):
-    """The small job on a mesh of `shape` (pp, dp, cp, tp) over `ranks`, with random tokens."""
+    """The small job on a mesh of `shape` (pp, dp, cp, tp) over `ranks`, with random tokens that are counted."""
     recipe = load_recipe(str(CONFIGS / "llama_tiny_cpu.yaml"), [*SMALL, *overrides])
     tokens = np.random.default_rng(0).integers(0, 256, 5000)
     mesh = init_device_mesh(shape, MESH_AXES, ranks)
-    return Trainer(recipe, mesh=mesh, dataset=token_stream(tokens, 16, seed=2))
+    return Trainer(recipe, mesh=mesh, dataset=token_stream(CountedRow(tokens, []), 16, seed=2))
 
 
 @once
@@ -78,8 +78,11 @@ def case_training_equals_one_rank():
 
 @on_ranks(4)
 def case_sequence_parallel_training_equals_one_rank():
-    """With it."""
-    compare_with_one_rank("parallelism.sequence_parallel=true")
+    """With it, and a dataset whose sequences are cut: a rank reads its tokens, and one more for the last label."""
+    strategy = "train_dataset.dataset_strategy=[[dp, tp], [dp, tp]]"
+    job = compare_with_one_rank("parallelism.sequence_parallel=true", strategy)
+    job._batches.close()  # whose thread has read a batch ahead
+    assert sum(job.dataset.sources[0].source.ids.read) == (4 + 1) * 4 * (16 // 2 + 1)
 
 
 @on_ranks(4)
