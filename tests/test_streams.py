@@ -276,5 +276,6 @@ def test_the_next_batch_is_read_in_a_thread():
     assert ahead.get(3, 4) == 3
     with pytest.raises(OSError, match="gone"):
         ahead.get(4, 5)
+    assert ahead.get(5, None) == 5 and 6 not in threads  # after the last step of a job
     ahead.close()
     assert threads[0] == "MainThread" and threads[2].startswith("data")

@@ -198,9 +198,9 @@ class Trainer:
         Where the loss or a gradient isn't finite, nothing is updated, and the row has a text about it, `not_finite`.
         """
         started = time.perf_counter()
-        batch = self._batches.get(self.consumed, self.consumed + self.plan.samples)
-        self.step += 1
-        self.consumed += self.plan.samples
+        following, is_last = self.consumed + self.plan.samples, self.step + 1 >= self.recipe.training.steps
+        batch = self._batches.get(self.consumed, None if is_last else following)
+        self.step, self.consumed = self.step + 1, following
         rate, scale = learning_rate(self.recipe, self.step, self.plan.samples), self.loss_scale
         value = scale.value if scale else None
         scalars = self.optimizer.scalars(self.step - self.skipped, rate)
