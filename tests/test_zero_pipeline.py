@@ -154,9 +154,9 @@ def test_a_run_that_failed_in_its_last_backward_pass():
     with replaced(schedule.stages[0], backward_weight=None), pytest.raises(TypeError, match="step B0@0"):
         schedule.run(x, **named)
     for stage in schedule.stages:
-        with pytest.raises(ValueError, match="before: call zero_gradients"):
+        with pytest.raises(ValueError, match="backward pass: call zero_gradients"):
             schedule.run(x, **named)
-        with pytest.raises(ValueError, match="before: call zero_gradients"):
+        with pytest.raises(ValueError, match="backward pass: call zero_gradients"):
             _ = stage.gradients
         stage.zero_gradients()
     for _ in range(2):

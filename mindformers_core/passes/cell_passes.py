@@ -37,7 +37,9 @@ class CellPasses:
         self._storage, self._loss_scale = parameter_storage(cell), loss_scale
         self.function = StageFunction(cell, loss_fn, compiled)
         self.weight_gradients = StepGradients(cell, self._storage)
-        self._passes = ForwardBackward(_first if is_last else _floating, self._storage.backward_scope)
+        self._passes = ForwardBackward(
+            (lambda outputs: outputs[:1]) if is_last else _floating, self._storage.backward_scope
+        )
         self._training, self._micro_batch_num, self._is_split, self.labels = False, 1, False, 0
 
     def begin(self, training, micro_batch_num=1, is_split=False, waits=False):
@@ -122,8 +124,8 @@ class CellPasses:
 
     def _begin_adding(self):
         """Before gradients are added, as they come unless that is a step of its own."""
-        labels = self.labels if self.has_count else None
-        self.weight_gradients.begin_adding(labels, not self._is_split, self.function.compiled)
+        labels, comes = self.labels if self.has_count else None, not self._is_split
+        self.weight_gradients.begin_adding(labels, comes, self.function.compiled)
 
     def _checked(self, outputs):
         """Return `outputs`; raise an error unless a backward pass can start at them."""
@@ -135,10 +137,6 @@ class CellPasses:
                 f"gave {_shown(outputs)}"
             )
         return outputs
-
-
-def _first(outputs):
-    return outputs[:1]
 
 
 def _floating(outputs):

@@ -166,10 +166,8 @@ class StepGradients:
             ValueError: those of earlier runs are lost.
         """
         if self._is_lost:
-            raise ValueError(
-                f"a run of {type(self._cell).__name__} failed after its last backward pass had begun, which adds to "
-                "the gradients of the runs before: call zero_gradients(), and begin the step again"
-            )
+            name = type(self._cell).__name__
+            raise ValueError(f"a run of {name} failed in its last backward pass: call zero_gradients(), and begin anew")
         waiting, self._waiting = self._waiting, None
         if waiting is not None:
             try:

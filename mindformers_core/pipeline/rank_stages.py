@@ -88,9 +88,8 @@ class RankStages:
         check_argument_names(names, self.described)
         self._check_policies()
         split, is_complete, self.draws, following = self._split(table), False, {}, next_draw()
-        waiting = {stage for holders in self.tied.values() for stage, _ in holders}
-        if self.described[-1]["has_count"]:
-            waiting |= {*range(len(self.stage_ranks) - 1)}
+        before_last = range(len(self.stage_ranks) - 1) if self.described[-1]["has_count"] else ()
+        waiting = {*before_last, *(stage for holders in self.tied.values() for stage, _ in holders)}
         if not any(stage.weight_gradients.runs for stage in self.stages.values()):
             self._first_draw = following
         try:

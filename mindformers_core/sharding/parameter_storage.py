@@ -125,11 +125,9 @@ class GradientSums:
 
     def added_to(self, earlier):
         """The sum of `earlier` ones, or None, and these, which are emptied if there were earlier ones."""
-        if earlier is None:
-            return self
-        for number in [*self.sums]:
+        for number in [*self.sums] if earlier else ():
             earlier.add(number, self.sums.pop(number))
-        return earlier
+        return earlier or self
 
     def finish(self, scale):
         """The gradients of the Parameters that users see, in order; `scale` as of `begin`."""

@@ -102,8 +102,7 @@ class GradientReducer(GradientSums):
             reduce = collectives.all_reduce
         else:
             reduce = collectives.reduce_scatter if sums[0].shape == members[0].plan.shape else collectives.finish
-        scale = self.storage.settings.scale if self._scale is None else self._scale
-        with replaced(collectives, scale=scale):
+        with replaced(collectives, scale=self.storage.settings.scale if self._scale is None else self._scale):
             self._reduced.update(zip(bucket.members, reduce(members, sums)))
 
     def finish(self, scale):
@@ -115,9 +114,8 @@ class GradientReducer(GradientSums):
             ValueError: at the first gradients of a function, an optimizer that can't work with shards.
         """
         storage, gradients, self._scale = self.storage, [], scale
-        for bucket in storage.reduces:
-            if bucket.members[0] in self.sums:
-                self._reduce(bucket)
+        for bucket in [each for each in storage.reduces if each.members[0] in self.sums]:
+            self._reduce(bucket)
         storage.close()
         for number in storage.trained:
             gradient = as_dtype(self._reduced.pop(number), storage.parameters[number].plan.shard_dtype)
