@@ -1,6 +1,7 @@
 """The passes of a Cell over micro-batches: forward, backward, the sums of its weights' gradients, their reduction."""
 
 from contextlib import nullcontext
+from operator import itemgetter
 
 from mindspore import ops
 
@@ -37,10 +38,7 @@ class CellPasses:
         self._storage, self._loss_scale = parameter_storage(cell), loss_scale
         self.function = StageFunction(cell, loss_fn, compiled)
         self.weight_gradients = StepGradients(cell, self._storage)
-        self._passes = ForwardBackward(
-            (lambda outputs: outputs[:1]) if is_last else _floating, self._storage.backward_scope
-        )
-        self._training, self._micro_batch_num, self._is_split, self.labels = False, 1, False, 0
+        self._passes = ForwardBackward(itemgetter(slice(1)) if is_last else _floating, self._storage.backward_scope)
 
     def begin(self, training, micro_batch_num=1, is_split=False, waits=False):
         """Begin a pass, and drop the state of a pass that failed.
@@ -51,8 +49,7 @@ class CellPasses:
             is_split: whether `backward_weight` doesn't follow at once on `backward_input`.
             waits: see `StepGradients.begin`.
         """
-        self._training, self._micro_batch_num, self._is_split = training, micro_batch_num, is_split
-        self.labels = 0
+        self._training, self._micro_batch_num, self._is_split, self.labels = training, micro_batch_num, is_split, 0
         self._passes.forget()
         self.weight_gradients.begin(training, is_split, micro_batch_num, waits)
 
@@ -82,10 +79,8 @@ class CellPasses:
             return self._passes.remember(micro_index, self._checked(self.function(inputs, kwargs)))
 
         def function(*recorded):
-            merged = list(inputs)
-            for place, tensor in zip(places, recorded):
-                merged[place] = tensor
-            return self._checked(self.function(merged, kwargs))
+            merged = dict(enumerate(inputs)) | dict(zip(places, recorded))
+            return self._checked(self.function([*merged.values()], kwargs))
 
         return self._passes.forward(micro_index, function, [inputs[place] for place in places])
 
@@ -133,8 +128,8 @@ class CellPasses:
             raise TypeError(f"{self.label} gave {_shown(outputs)}: without a floating tensor no gradient can come back")
         if self.is_last and (outputs[0].ndim > 0 or not is_differentiable(outputs[0])):
             raise ValueError(
-                f"{self.label} should return the loss, a floating scalar, alone or first, or a stage get a loss_fn; it "
-                f"gave {_shown(outputs)}"
+                f"{self.label} should return the loss, a floating scalar, alone or first (a PipelineStage may have a "
+                f"loss_fn): it gave {_shown(outputs)}"
             )
         return outputs
 

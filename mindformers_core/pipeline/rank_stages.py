@@ -267,7 +267,7 @@ def _description(stage):
         shape, layout = getattr(parameter, "global_shape", parameter.shape), getattr(parameter, "layout", None)
         dims = None if layout is None else [list(axes) for axes in layout.dims]
         parameters.append([path, list(shape), dtype_name(parameter.dtype), dims, bool(parameter.requires_grad)])
-        if path in stage.tied and parameter.requires_grad:
+        if path in stage.tied and parameter.requires_grad and stage.stage_num > 1:
             values[path] = blake2b(parameter.get_bytes(), digest_size=16).hexdigest()
     return {
         "stage": stage.stage_index,
