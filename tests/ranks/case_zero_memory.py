@@ -1,5 +1,6 @@
 """What a step under `hsdp()` takes and sends on a rank: measured, computed, and by the formulas of the ZeRO paper."""
 
+import mindspore as ms
 import numpy as np
 import psutil
 from mindspore import Tensor, nn
@@ -27,6 +28,7 @@ class Tower(nn.Cell):
 
     def __init__(self):
         super().__init__()
+        ms.set_seed(1)
         self.layers = nn.CellList([nn.Dense(SIZE, SIZE) for _ in range(LAYERS)])
 
     def construct(self, x):
@@ -150,7 +152,7 @@ def case_measured_memory_and_traffic_of_other_steps():
         for (_, kind), counted in traffic_of_step(training.report.step).items():
             expected[kind] = tuple(map(sum, zip(expected.get(kind, (0, 0)), counted)))
         assert sent == expected, (policy, level, options)
-        if options.get("accumulate_grad_step", 3) != 8:
+        if level == "replicas" or options.keys() & {"comm_fusion", "prefetch", "compiled"}:
             stage = Training(policy, level, as_stage=True, **options).steps(2)
             assert (stage.report.measured, stage.counts) == (training.report.measured, training.counts), options
             for one, other in zip(stage.gradients, training.gradients, strict=True):
