@@ -265,7 +265,7 @@ def test_data_that_are_no_batch(recipe, tmp_path, capfd, change, said):
     options = f"train_dataset.options={json.dumps({'change': change})}"
     assert main(["train", "--config", recipe, options, f"training.output_dir={tmp_path / 'run'}"]) == 2
     error = capfd.readouterr().err.splitlines()[-1]
-    assert error.startswith("error: train_dataset.factory: test_own_model_training:open_data: batch(")
+    assert error.startswith("error: test_own_model_training:open_data: batch(")
     assert re.search(said.replace("(", "\\(").replace(")", "\\)"), error), error
 
 

@@ -267,5 +267,6 @@ def test_the_next_batch_is_read_in_a_thread():
     assert ahead.get(7, 8) == 7 and ahead.get(3, 4) == 3, "not the one that was read ahead"
     with pytest.raises(OSError, match="gone"):
         ahead.get(4, 5)
+    assert ahead.get(5, None) == 5 and 6 not in threads  # after the last step of a job
     ahead.close()
     assert threads[0] == "MainThread" and threads[2].startswith("data")

@@ -225,8 +225,8 @@ class OwnDataset:
                 _check_ids(arrays, self.limits, lambda place: f"{self.factory}: sample {first + place[0]}")
                 return tuple(arrays)
         raise DataError(
-            f"train_dataset.factory: {self.factory}: batch({first}, {count}) should return a tuple of NumPy arrays of "
-            f"{count} rows, from a stream that doesn't end: {found}: docs/models.md"
+            f"{self.factory}: batch({first}, {count}) should return a tuple of NumPy arrays of {count} rows, "
+            f"from a stream that doesn't end: {found}: docs/models.md"
         )
 
     def state(self):
@@ -255,7 +255,7 @@ class InOrder:
             for row in self._dataset.create_tuple_iterator(num_epochs=1, output_numpy=True):
                 yield row
             if row is None:
-                raise DataError("the dataset is empty")
+                raise DataError("a mindspore.dataset should have rows, this one has none: docs/data.md")
 
     def batch(self, first, count):
         """Samples `first` … `first + count - 1`: a tuple of arrays."""

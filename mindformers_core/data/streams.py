@@ -216,11 +216,12 @@ class Ahead:
         self._read, self._pool, self._next = read, None, None
 
     def get(self, position, following):
-        """The batch at a position; that at `following` is begun."""
+        """The batch at a position; that at `following` is begun, unless that is None."""
         known, self._next = self._next, None
         batch = known[1].result() if known and known[0] == position else self._read(position)
-        self._pool = self._pool or ThreadPoolExecutor(1, "data")
-        self._next = following, self._pool.submit(self._read, following)
+        if following is not None:
+            self._pool = self._pool or ThreadPoolExecutor(1, "data")
+            self._next = following, self._pool.submit(self._read, following)
         return batch
 
     def close(self):

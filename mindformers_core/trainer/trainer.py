@@ -201,10 +201,10 @@ class Trainer:
         Where the loss or a gradient isn't finite, nothing is updated, and the row has a text about it, `not_finite`.
         """
         started = time.perf_counter()
-        batch = self._batches.get(self.consumed, self.consumed + self.plan.samples)
+        following, is_last = self.consumed + self.plan.samples, self.step + 1 >= self.recipe.training.steps
+        batch = self._batches.get(self.consumed, None if is_last else following)
         waited = time.perf_counter() - started
-        self.step += 1
-        self.consumed += self.plan.samples
+        self.step, self.consumed = self.step + 1, following
         rate, scale = learning_rate(self.recipe, self.step, self.plan.samples), self.loss_scale
         value = scale.value if scale else None
         scalars = self.optimizer.scalars(self.step - self.skipped, rate)
@@ -299,7 +299,7 @@ class Trainer:
         self._has_folder = True
         if carries_on and (others := set_aside(folder, self.step)):
             print(f"checkpoints of later steps are now {', '.join(others)}")
-        kind = "micro-batches" if recipe.parallelism.pipeline_parallel == 1 else "pipeline runs"
+        kind = "micro-batches" if self.plan.micro_batches == 1 else "pipeline runs"
         kind += f", {self.plan.empty} of whose rows are empty," if self.plan.empty else ""
         print(f"{recipe.training.steps} steps of {self.plan.runs} {kind} on ranks {self.mesh}; run folder {folder}")
         writers = [records.metrics_writer(folder, after_step=self.step)]
