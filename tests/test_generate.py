@@ -92,7 +92,7 @@ def test_any_mesh_generates_the_same(trained, forward, one_card, name):
     check_against_forward(forward, found[0][0], next(passes for *_, passes, _ in found if passes[0] is not None))
     for greedy, drawn, passes, cells in found:
         assert (greedy, drawn) == one_card[:2]
-        assert all(each is None or each.shape == (4, 256) for each in passes)
+        assert all(each is None or each.shape == (4, 257) for each in passes)
         for cell in cells:
             assert len(programs(cell)) == (0 if "eager" in name else 2)
             for path, parameter in cell.parameters_and_names():
