@@ -1,7 +1,7 @@
 """Distributed algorithms in generated programs, in PyNative and under jit, against one card: results and gradients.
 
-All placements of each operator, operator by operator, are in `case_operators`; functions as authors write them, verified
-on simulated ranks, in `test_operators_as_written`. So some families are compiled at night only.
+All placements of each operator, operator by operator, are in `case_operators`, functions as authors write them, on
+simulated ranks, in `test_operators_as_written`: so some families are compiled at night only.
 """
 
 import mindspore as ms
