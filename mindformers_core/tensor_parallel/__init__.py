@@ -10,6 +10,8 @@ _EXPORTS = {
     "VocabParallelEmbedding",
     "clipping": "clip_by_global_norm",
     "splitting": "split split_layer",
+    ".lowering.split_lookup": "manual_split",
+    ".padding": "with_padding",
     ".dtensor.dtensor": "DTensor distribute_tensor",
     ".dtensor.interception": "custom_operator",
     ".sharding.inspecting": "explain prepare programs",
