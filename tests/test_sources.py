@@ -2,12 +2,15 @@
 
 import json
 import shutil
+import struct
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from support.launch import ROOT
+from support.streams import CountedRow
 from test_training_loop import ONE_RANK
 
 from mindformers_core.batches import BatchPlan
@@ -190,6 +193,49 @@ def test_any_way_through_a_job_reads_the_same_samples_in_order(seed, tmp_path):
         consumed += plan.samples
         stream = stream.resumed(json.loads(json.dumps(stream.state())), consumed)
     np.testing.assert_array_equal(np.concatenate(found), stream.batch(0, consumed)[0])
+
+
+def long_sources(folder, draw):
+    """Tokens of a `.npy` file, of Megatron's with documents, and of rows with labels in the cache."""
+    lengths = draw.integers(1, 400, 20)
+    ids = draw.integers(0, 97, lengths.sum()).astype(np.uint16)
+    np.save(folder / "ids.npy", ids)
+    (folder / "ids.bin").write_bytes(ids.tobytes())
+    places = np.cumsum([0, *lengths[:-1]])
+    header = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, len(lengths), len(lengths) + 1)
+    numbers = lengths.astype("<i4"), 2 * places.astype("<i8"), np.arange(len(lengths) + 1)
+    (folder / "ids.idx").write_bytes(header + b"".join(each.tobytes() for each in numbers))
+    rows = [each.tolist() for each in np.split(ids, places[1:])]
+    path = json_lines(folder, *({"input_ids": row, "labels": [-100, *row[1:]]} for row in rows))
+    return [open_tokens([str(each)], str(folder / "cache")) for each in (folder / "ids.npy", folder / "ids.bin", path)]
+
+
+ENTRIES = ("cp", "tp"), ("tp", "cp"), ("cp",), (), (2, "tp")  # the last one is strided
+
+
+@pytest.mark.parametrize("packs", [False, True])
+def test_a_rank_reads_its_part_of_sequences(packs, tmp_path):
+    """Whatever the layouts of the arrays; where they are alike, no more tokens than it needs."""
+    draw, mesh, read, length = np.random.default_rng(0), DeviceMesh((2, 2, 2), ("dp", "cp", "tp")), [], 256
+    sources = [
+        Sequences(replace(source, ids=CountedRow(source.ids, read)), length, 97, packs)
+        for source in long_sources(tmp_path, draw)
+    ]
+    stream, plan = Stream(tuple(sources), Mixture((2, 1, 1)), 3), BatchPlan(12, 2, 3)
+
+    def arrays(rank, entries):
+        read.clear()
+        return local_batch(plan, [Layout.on(mesh, (("dp",), entry)) for entry in entries], rank, {}, stream, 7)
+
+    chosen = [(number,) * 3 for number in range(5)] + [draw.integers(0, 5, 3) for _ in range(5)]
+    for entries in ([ENTRIES[number] for number in numbers][: 2 + packs] for numbers in chosen):
+        for rank in range(8):
+            alone, own = arrays(rank, [()] * len(entries)), arrays(rank, entries)
+            for whole, part, entry in zip(alone, own, entries, strict=True):
+                (runs,) = Layout.on(mesh, (entry,)).local_runs((length,), rank)
+                np.testing.assert_array_equal(part, np.concatenate([whole[..., run] for run in runs], -1))
+            if len(set(entries)) == 1 and entry != ENTRIES[-1]:
+                assert 0.5 <= sum(read) / own[0].size <= 1.05
 
 
 def test_a_source_of_a_trillion_tokens(tmp_path):

@@ -3,6 +3,7 @@
 import os
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from threading import Lock
 
 import numpy as np
@@ -102,6 +103,10 @@ def _is_indexed(dataset):
 class Samples:
     """A user's object with `len()` and an index, as a source: each sample a tuple of NumPy arrays, which is checked.
 
+    Of arrays that are mapped files, only the wanted part is read. An object that reads in another way may have a method
+    `part(index, slices)`, too: a tuple of the parts of the arrays of sample `index`, of which `slices` has, for each
+    array, a tuple with the slice of each dim, of step 1. All its samples have the shapes of sample 0.
+
     One thread at a time asks it for samples, as a file needs that is read at a place: a step's are read ahead.
     """
 
@@ -118,9 +123,35 @@ class Samples:
     def __len__(self):
         return len(self.source)
 
+    @cached_property
+    def kinds(self):
+        """Shape and dtype of each array of sample 0."""
+        return tuple((array.shape, array.dtype) for array in self[0])
+
     def __getitem__(self, row):
         with self._lock:
-            sample = self.source[row]
+            return self._checked(row, self.source[row])
+
+    def part(self, row, cut):
+        """The parts of a sample's arrays that `cut` names, see `Stream.batch`."""
+        sample = None if callable(getattr(self.source, "part", None)) else self[row]
+        shapes = tuple(shape for shape, _ in self.kinds) if sample is None else tuple(array.shape for array in sample)
+        with errors_at(f"{self.factory}: sample {row}: ", kinds=ValueError):
+            parts = cut(shapes)
+        if sample is not None:
+            return tuple(array[slices] for array, slices in zip(sample, parts, strict=True))
+        with self._lock:
+            sample = self._checked(row, self.source.part(row, parts))
+        found = [array.shape for array in sample]
+        wanted = [tuple(each.stop - each.start for each in slices) for slices in parts]
+        if found != wanted:
+            raise DataError(
+                f"{self.factory}: part({row}, …) should return arrays of shapes {wanted}, not {found}: docs/data.md"
+            )
+        return sample
+
+    def _checked(self, row, sample):
+        """A sample as a tuple. Raises `DataError` for anything but NumPy arrays."""
         if (
             isinstance(sample, (tuple, list))
             and sample
