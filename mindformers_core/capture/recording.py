@@ -51,7 +51,11 @@ class Recorder:
     def hold(self, tensor, path):
         """The stand-in of a tensor at `path` of the tree, or of a tensor that the tree doesn't own (None)."""
         shape = getattr(tensor, "global_shape", tensor.shape)  # a sharded Parameter holds a part only
-        return Traced.around(self, self.meta(shape, tensor.dtype), Held(path), tensor)
+        held = Traced.around(self, self.meta(shape, tensor.dtype), Held(path), tensor)
+        if hasattr(tensor, "padded_shape"):
+            whole = self.meta(tensor.padded_shape, tensor.dtype)
+            vars(held)["stored"] = Traced.around(self, whole, Held(path), tensor)
+        return held
 
     def input(self, leaf):
         """A leaf of the root's arguments, traced where it is a tensor or `TensorMeta`."""
@@ -156,6 +160,8 @@ class Recorder:
         parameter = tensor.original
         if hasattr(parameter, "unwritable"):
             raise self.error(parameter.unwritable)
+        if "stored" in vars(tensor):
+            raise self.error(f"parameter '{parameter.name}' is stored with padding, and a Cell can't write it")
         vars(tensor).setdefault("path", getattr(tensor.entry, "path", None))
         home, value = self.hold(parameter, tensor.path), self.stand_in(ops.stop_gradient(value))
         read = value

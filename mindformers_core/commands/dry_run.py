@@ -18,6 +18,7 @@ from mindformers_core.data.reading import micro_batch
 from mindformers_core.dtypes import ITEM_BYTES
 from mindformers_core.hints import any_layer, columns
 from mindformers_core.optimizers.settings import placed_lines
+from mindformers_core.padding import padding_note
 from mindformers_core.recipe.pipeline import recipe_timeline
 from mindformers_core.recipe.sections import batch_plan, recipe_mesh
 from mindformers_core.recompute.stages import check_stages
@@ -130,7 +131,9 @@ def _facts_of_rank(recipe, cells, live):
         plans = {plan.path: plan for plan in each.step.plans}
         for path, parameter in net.parameters_and_names():
             shapes = tuple(parameter.global_shape), plans[path].shape, plans[path].shard_shape(shards)
-            parameters[path] = ParameterFact(path, *shapes, str(parameter.layout), plans[path].reason)
+            note = padding_note(parameter)
+            layout = f"{parameter.layout}; {note}" if note else str(parameter.layout)
+            parameters[path] = ParameterFact(path, *shapes, layout, plans[path].reason)
     level = recipe.parallelism.zero_level if shards > 1 else 0
     return RankFacts(tuple(parameters.values()), level, shards, nbytes, tuple(lines))
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from mindformers_core.communication.world import rank_of
 from mindformers_core.data.reading import micro_batch, sample_arrays
+from mindformers_core.padding import stored_shape
 from mindformers_core.program.plan import OperatorPlan, Redistribution
 from mindformers_core.program.structure import tree_leaves, tree_map
 from mindformers_core.propagation.resized import resized
@@ -131,7 +132,7 @@ def _planned_stages(recipe):
         outside, tensors = tuple(f"{path}." for path in dropped), set()
         for entry in {entry for _, inner in plan.walk() for entry in inner.instructions}:
             tensors |= {(value.shape, layout) for value, layout in (*entry.consumed, *entry.produced)}
-        tensors |= {(tuple(each.global_shape), each.layout) for each in tree.cells[""].get_parameters()}
+        tensors |= {(stored_shape(each), each.layout) for each in tree.cells[""].get_parameters()}
         own = [each.plan for each in tree.storage.parameters if not each.plan.path.startswith(outside)]
         return known.setdefault(decided, _Stage(kept, decided, partial(resized, plan, dropped=dropped), own, tensors))
 

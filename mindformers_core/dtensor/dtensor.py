@@ -9,7 +9,7 @@ import copy
 import math
 from operator import attrgetter
 
-from mindspore import Parameter, Tensor, ops
+from mindspore import Parameter, Tensor, mint, ops
 
 from mindformers_core.algorithms.redistribute import redistribute_local
 from mindformers_core.communication import world
@@ -19,6 +19,7 @@ from mindformers_core.lowering.aliases import check_memory, note_adopted, note_w
 from mindformers_core.lowering.indexing import IndexedTensor, of_whole
 from mindformers_core.mindspore_private import make_subclass, pynative_executor
 from mindformers_core.operators import tensor_meta
+from mindformers_core.padding import narrowed, stored_shape
 
 
 class DTensor(IndexedTensor):
@@ -250,8 +251,11 @@ def placed_parameter(parameter, layout, global_shape=None):
         raise ValueError(f"parameter '{parameter.name}': a parameter is sharded or replicated, not {layout}")
     shape = tuple(parameter.shape) if global_shape is None else global_shape
     if any(layout.dims):
-        layout.local_shape(shape, f"parameter '{parameter.name}'")
-        part = parameter if global_shape is not None else parameter.value()[layout.local_slices(shape, world().rank)]
+        stored = stored_shape(parameter) if hasattr(parameter, "padded_shape") else shape
+        layout.local_shape(stored, f"parameter '{parameter.name}'")
+        part = parameter
+        if global_shape is None:
+            part = _padded(parameter.value(), stored)[layout.local_slices(stored, world().rank)]
         placed = Parameter(part, name=parameter.name, requires_grad=parameter.requires_grad)
         vars(placed).update({name: value for name, value in vars(parameter).items() if name not in vars(placed)})
         parameter = placed
@@ -260,13 +264,29 @@ def placed_parameter(parameter, layout, global_shape=None):
     return parameter
 
 
-def parameter_view(parameter):
-    """The DTensor of a placed `Parameter`, for operators; gradients flow to the parameter."""
-    return _wrap_leaf(parameter, parameter_meta(parameter))
+def _padded(tensor, shape):
+    """A tensor with zeros behind its ends, up to a shape."""
+    for dim, (own, size) in enumerate(zip(tensor.shape, shape)):
+        if own != size:
+            zeros = mint.zeros((*tensor.shape[:dim], size - own, *tensor.shape[dim + 1 :]), dtype=tensor.dtype)
+            tensor = ops.cat((tensor, zeros), dim)
+    return tensor
+
+
+def parameter_view(parameter, make=_wrap_leaf):
+    """The DTensor of a placed `Parameter`, for operators; gradients flow to the parameter.
+
+    `make(local, meta)` makes it; see `with_padding` for what it has besides where it is padded.
+    """
+    stored = make(parameter, parameter_meta(parameter))
+    view = narrowed(stored, parameter.global_shape, ops.narrow)
+    if view is not stored:
+        view.stored = stored
+    return view
 
 
 def parameter_meta(parameter):
     """The `TensorMeta` of a placed `Parameter`, as it computes: it may be stored in another layout."""
     constant = not parameter.requires_grad
     layout = getattr(parameter, "computing_layout", parameter.layout)
-    return tensor_meta(parameter.global_shape, dtype_name(parameter.dtype), layout, constant)
+    return tensor_meta(stored_shape(parameter), dtype_name(parameter.dtype), layout, constant)

@@ -16,6 +16,7 @@ from mindformers_core.hints import listed
 from mindformers_core.lowering.corrected import CORRECTED
 from mindformers_core.mindspore_private import GLOBAL_SEED, SEEDS
 from mindformers_core.operators import facts_of, is_float
+from mindformers_core.padding import padded_array
 from mindformers_core.passes.thread_tape import custom_gradients
 from mindformers_core.program.graph import OperatorNode
 from mindformers_core.program.structure import tree_map
@@ -89,6 +90,10 @@ def simulate(subject, plans, notes=()):
     Returns:
         The `Check`, with all faults.
     """
+    uses = [use for graph, _ in plans.values() for use in graph.uses.parameters.values()]
+    stored = {use.path: use.value.shape for use in uses}
+    given = subject.parameters.items()
+    subject.parameters = {path: padded_array(each, stored.get(path, each.shape)) for path, each in given}
     is_coarse = not FLOAT32_KERNELS.isdisjoint(_operators_of(plans))
     wide, narrow = PRECISIONS["float32 in float64" if is_coarse else "float64"], PRECISIONS["float32"]
     try:
@@ -265,7 +270,7 @@ def _own_results(subject, truth):
             ops.assign(written[path], Tensor(array))
     groups = (
         [("a result", *pair) for pair in zip(results, expected, strict=True)],
-        [(f"gradient of {path}", one, gradients[path]) for path, one in zip(weights, found, strict=True)],
+        [(f"gradient of {path}", g, gradients[path][tuple(map(slice, g.shape))]) for path, g in zip(weights, found)],
         [(f"{path} afterwards", one, truth.written[label][path]) for path, one in after.items()],
     )
     return [[(what, np.clip(one.asnumpy(), -_HUGE, _HUGE), value) for what, one, value in group] for group in groups]
