@@ -24,6 +24,7 @@ _EXPORTS = {
     "schedules.named": "schedule_class",
     "schedules.from_table": "schedule_of_table",
     "stage": "PipelineStage",
+    "pipeline_cell": "PipelineCell",
     "layer_split": "split_layers stages_of_rank",
     "layer_offset": "get_transformer_layer_offset",
 }

@@ -9,6 +9,7 @@ import itertools
 import math
 
 from mindformers_core.layout import Layout, bind_layout
+from mindformers_core.mesh import DeviceMesh
 
 
 def declared_layouts(declaration, signature, metas, mesh, where):
@@ -45,6 +46,72 @@ def declared_layouts(declaration, signature, metas, mesh, where):
     axes_of = _assign(counts, dict.fromkeys(counts, mesh.axis_names), mesh)
     cut = tuple(_layout(entry, mesh, axes_of) for entry in inputs)
     return cut, tuple(_output_layout(entry, signature, mesh, axes_of) for entry in outputs)
+
+
+def mesh_of(parts, size):
+    """The `DeviceMesh` that strategies and layouts of several tensors are about; arguments as of `layouts_of`.
+
+    That of the layouts; of strategies one of `size` ranks, with an axis for every prime factor of the numbers of the
+    first strategies, in order, and of what is left; with one axis, where they cut into 1 or `size` parts only.
+
+    Raises:
+        ValueError: layouts on no mesh, or on several.
+    """
+    given = {f"{name}[{place}]": each for name, entries in parts.items() for place, each in enumerate(entries)}
+    given = {name: entry for name, entry in given.items() if entry is not None}
+    layouts = [bind_layout(entry, None, name=name) for name, entry in given.items() if not is_strategy(entry)]
+    if layouts:
+        return layouts[0].mesh
+    numbers = [number for entry in given.values() for number in entry]
+    if {*numbers} <= {1, size}:
+        return DeviceMesh((size,), ("d0",))
+    sizes, left = [], size
+    for number in [*numbers, size]:
+        while (common := math.gcd(number, left)) > 1:
+            prime = next(each for each in range(2, common + 1) if common % each == 0)
+            sizes, number, left = [*sizes, prime], number // prime, left // prime
+    return DeviceMesh(sizes, [f"d{place}" for place in range(len(sizes))])
+
+
+def layouts_of(parts, mesh):
+    """The layouts of the tensors of a function, of which strategies or layouts are given.
+
+    A dim that is cut into as many parts as one of a tensor before it has the same axes; others have the first, in mesh
+    order, whose sizes multiply to the number.
+
+    Args:
+        parts: a dict, name of a part, for errors -> a sequence with a strategy, a layout or None for each tensor.
+        mesh: the mesh.
+
+    Returns:
+        For every part a tuple with a layout, or None where nothing is given.
+
+    Raises:
+        ValueError: a number that is no product of axis sizes, or a layout on another mesh.
+    """
+    known, found = {}, []
+    for name, entries in parts.items():
+        layouts = []
+        for place, entry in enumerate(entries):
+            if entry is not None and is_strategy(entry):
+                what = f"{name}[{place}]: strategy {tuple(entry)}: dim"
+                counts = {dim: (count, f"{what} {dim}") for dim, count in enumerate(entry) if count > 1}
+                orders = {
+                    dim: dict.fromkeys((*known.get(count, ()), *mesh.axis_names)) for dim, (count, _) in counts.items()
+                }
+                axes = _assign(counts, orders, mesh)
+                known = {counts[dim][0]: axes[dim] for dim in reversed(axes)} | known
+                entry = Layout.on(mesh, [axes.get(dim, ()) for dim in range(len(entry))])
+            elif entry is not None:
+                bind_layout(entry, mesh, name=f"{name}[{place}]")
+            layouts.append(entry)
+        found.append(tuple(layouts))
+    return found
+
+
+def is_strategy(entry):
+    """Whether a declared entry is a strategy: a number of parts for each dim."""
+    return isinstance(entry, (tuple, list)) and all(type(count) is int and count > 0 for count in entry)
 
 
 def _tensors(entries, dims, shapes, what):

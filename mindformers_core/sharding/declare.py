@@ -15,6 +15,7 @@ from mindformers_core.program.graph import cell_label
 from mindformers_core.program.plan import joined_path
 from mindformers_core.program.structure import call_signature
 from mindformers_core.propagation.boundaries import Declaration, OperatorDeclaration
+from mindformers_core.propagation.strategies import is_strategy
 
 _PLAN_KEYS = ("input", "output", "weight", "eager")
 _OPERATOR_KEYS = ("input", "output")
@@ -177,9 +178,14 @@ def _primitives(cell):
 
 
 def _sharded_primitives(path, cell):
-    """Name -> `OperatorDeclaration`, for the primitives with strategies or layouts set by `Primitive.shard()`."""
+    """Name -> `OperatorDeclaration`, for the primitives with strategies or layouts set by `Primitive.shard()`.
+
+    Those with the attribute `manual_split` are left out: the table's layout says how they are cut.
+    """
     found = {}
     for name, primitive in _primitives(cell).items():
+        if "manual_split" in primitive.attrs:
+            continue
         where = f"{_operator_label(path, cell, name)}, {primitive.name}.shard()"
         declared = OperatorDeclaration(
             _stored(primitive, "in_strategy", "in_layout", where),
@@ -209,12 +215,12 @@ def _by_tensor(declared, what):
     """Normalise a declared part of an operator to None or a tuple, one entry for every tensor."""
     if declared is None:
         return None
-    if _is_layout(declared) or isinstance(declared, (tuple, list)) and declared and _is_strategy(declared):
+    if _is_layout(declared) or isinstance(declared, (tuple, list)) and declared and is_strategy(declared):
         declared = (declared,)
     if not isinstance(declared, (tuple, list)):
         raise TypeError(f"{what} is {declared!r}: write a tuple with a layout(…), a strategy or None for every tensor")
     for place, entry in enumerate(declared):
-        if not (entry is None or _is_layout(entry) or _is_strategy(entry)):
+        if not (entry is None or _is_layout(entry) or is_strategy(entry)):
             raise TypeError(
                 f"{what} {place} is {entry!r}: write layout(…), a strategy as (2, 1) (into how many parts each dim is "
                 "cut), or None to derive it"
@@ -224,10 +230,6 @@ def _by_tensor(declared, what):
 
 def _is_layout(entry):
     return isinstance(entry, (LayoutSpec, Layout)) or hasattr(entry, "to_dict")
-
-
-def _is_strategy(entry):
-    return isinstance(entry, (tuple, list)) and all(type(count) is int and count > 0 for count in entry)
 
 
 def _plan_parts(source, entry, keys):
