@@ -29,13 +29,12 @@ class ModuleSpec:
 def build_module(spec, *args, **kwargs):
     """The Cell of a `ModuleSpec`, or of a class: `module(*args, **kwargs, **submodules)` (the name is Megatron-LM's).
 
-    `model_comm_pgs` and `vp_stage` are left out for a class that doesn't take them: here, a mesh says which ranks
+    `model_comm_pgs` and `vp_stage` are left out for a class without such parameters: here, a mesh says which ranks
     communicate, and a `LayerRange` which layers a stage has.
     """
     module, submodules = (spec.module, spec.submodules) if isinstance(spec, ModuleSpec) else (spec, {})
     taken = signature(module.__init__).parameters
-    if all(each.kind != each.VAR_KEYWORD for each in taken.values()):
-        kwargs = {name: kwargs[name] for name in kwargs if name in taken or name not in _OF_RANKS}
+    kwargs = {name: kwargs[name] for name in kwargs if name in taken or name not in _OF_RANKS}
     return module(*args, **kwargs, **submodules)
 
 

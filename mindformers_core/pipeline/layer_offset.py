@@ -1,7 +1,7 @@
 """The layers in front of those of a stage, where a model's config says how its pipeline is made (RFC ICY7S6)."""
 
 from mindformers_core.communication.world import world
-from mindformers_core.pipeline.layer_split import split_layers
+from mindformers_core.pipeline.layer_split import split_config
 from mindformers_core.pipeline.schedules.named import schedule_class
 
 
@@ -26,13 +26,7 @@ def get_transformer_layer_offset(config, vp_stage=None, pp_rank=None):
     if vp_stage is None and count > 1 or not 0 <= (vp_stage or 0) < count:
         raise ValueError(f"vp_stage: {vp_stage} should be from 0 to {count - 1}, of the stages of a rank")
     pp_rank = world().rank * ranks // world().size if pp_rank is None else pp_rank
-    layers = split_layers(
-        config.num_hidden_layers,
-        ranks * count,
-        getattr(config, "pipeline_parallel_layers_per_stage", None) or None,
-        getattr(config, "account_for_embedding_in_pipeline_split", False),
-        getattr(config, "account_for_loss_in_pipeline_split", False),
-    )
+    layers = split_config(config, ranks * count, getattr(config, "pipeline_parallel_layers_per_stage", None))
     holders = schedule_class(getattr(config, "pipeline_parallel_schedule", "1f1b")).stage_ranks(len(layers), ranks)
     own = [part for part, holder in zip(layers, holders) if holder == pp_rank]
     return own[vp_stage or 0].offset

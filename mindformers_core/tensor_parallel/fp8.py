@@ -137,12 +137,9 @@ def current_fp8():
 
 def fp8_dense(x, weight, name):
     """`x @ weight.T` by the policy of a name: (…, in) and (out, in) to (…, out)."""
-    forward, backward = fp8_policy(name).forward, fp8_policy(name).backward
-    return _round_gradient(ops.dense(_rounded(x, forward, name), _rounded(weight, forward, name)), backward, name)
-
-
-def _rounded(x, form, name):
-    return _round(x, _largest(x), form, name)
+    policy = fp8_policy(name)
+    x, weight = (_round(each, _largest(each), policy.forward, name) for each in (x, weight))
+    return _round_gradient(ops.dense(x, weight), policy.backward, name)
 
 
 def largest(x):
@@ -153,7 +150,7 @@ def largest(x):
 def rounded(x, largest, form, name):
     """`x` by a policy's `quantize`; the gradient is that of `x`. The difference that is added is exact (Sterbenz)."""
     value = ops.stop_gradient(x)
-    return x + (fp8_policy(name).quantize(value, largest, form) - value)
+    return x + (fp8_policy(name).quantize(value, ops.stop_gradient(largest), form) - value)
 
 
 class _Probe(nn.Cell):
@@ -218,30 +215,21 @@ def _round_gradient_of_parts(_, args, context):
     return context.redistribute(_probed(y, part), one_sum, layout)
 
 
-_largest, _round = custom_operator("Fp8Largest", largest), custom_operator("Fp8Round", rounded)
-_round_gradient = custom_operator("Fp8RoundGradient", round_gradient)
-_probe, _probed = custom_operator("Fp8Probe", probe), custom_operator("Fp8Probed", probed)
+def _operator(name, function, rule, **facts):
+    register_operator(name, source=f"{__name__}.{function.__name__}", saves=NOTHING, **facts)(rule)
+    return custom_operator(name, function)
 
-register_algorithm(
-    Algorithm("fp8", "the largest gradient of all parts", by_position=False, function=_round_gradient_of_parts)
+
+def _largest_rule(x):
+    return equation("... ->", x, reduced={f"d{dim}": "max" for dim in range(x.ndim)})
+
+
+register_algorithm(Algorithm("fp8", "the largest gradient of all parts", False, _round_gradient_of_parts))
+_largest = _operator("Fp8Largest", largest, _largest_rule, gradient=NO_GRADIENT)
+_round = _operator("Fp8Round", rounded, lambda x, largest, *_: elementwise(x, largest), operations=8)
+_round_gradient = _operator(
+    *("Fp8RoundGradient", round_gradient, lambda y, *_: elementwise(y, linear=({0},), run="fp8")),
+    **{"operations": 8, "algorithms": ("fp8",)},
 )
-for _name, _rule, _facts in (
-    (
-        "Fp8Largest",
-        lambda x: equation("... ->", x, reduced=dict.fromkeys((f"d{dim}" for dim in range(x.ndim)), "max")),
-        {"source": f"{__name__}.largest", "gradient": NO_GRADIENT},
-    ),
-    ("Fp8Round", lambda x, largest, *_: elementwise(x, largest), {"source": f"{__name__}.rounded", "operations": 8}),
-    (
-        "Fp8RoundGradient",
-        lambda y, *_: elementwise(y, linear=({0},), run="fp8"),
-        {"source": f"{__name__}.round_gradient", "algorithms": ("fp8",), "operations": 8},
-    ),
-    (
-        "Fp8Probe",
-        lambda y, _, __, parts: equation("... -> ..., n", y, sizes={"n": parts}, whole=("n",)),
-        {"source": f"{__name__}.probe"},
-    ),
-    ("Fp8Probed", lambda y, part: equation("..., P -> ...", y, part), {"source": f"{__name__}.probed"}),
-):
-    register_operator(_name, saves=NOTHING, **_facts)(_rule)
+_probe = _operator("Fp8Probe", probe, lambda y, *given: equation("... -> ..., N", y, sizes={"N": given[-1]}))
+_probed = _operator("Fp8Probed", probed, lambda y, part: equation("..., P -> ...", y, part))
