@@ -7,7 +7,7 @@ Micikevicius et al., "FP8 formats for deep learning" (2022). Every tensor is sca
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import mindspore as ms
 import numpy as np
@@ -90,16 +90,12 @@ def fp8_policy(name):
     """The `Fp8Policy` of a name: a key of `POLICIES`, or the import path "package.module:NAME" of one.
 
     Raises:
-        TypeError: the import path of something else. ValueError: no such name.
+        ValueError: no such name, or the import path of something else.
     """
-    if ":" not in name:
-        if name not in POLICIES:
-            known = f"{', '.join(POLICIES)}, or package.module:NAME of an Fp8Policy"
-            raise ValueError(f"fp8: {name!r} should be one of {known}{nearest(name, POLICIES)}")
-        return POLICIES[name]
-    found = import_object(name, "fp8")
+    found = POLICIES.get(name) or (import_object(name, "fp8") if ":" in name else None)
     if not isinstance(found, Fp8Policy):
-        raise TypeError(f"fp8: {name} is {found!r}: it should be an Fp8Policy")
+        known = f"{', '.join(POLICIES)}, or package.module:NAME of an Fp8Policy"
+        raise ValueError(f"fp8: {name!r} should be one of {known}{nearest(name, POLICIES)}")
     return found
 
 
@@ -114,7 +110,7 @@ def get_fp8_context(config, layer_no=-1, is_init=False):
         is_init: whether layers are built. They multiply as they were built, so running them needs no context.
 
     Raises:
-        TypeError, ValueError: as of `fp8_policy`; float8 without `is_init`, or by another recipe than "tensorwise".
+        ValueError: as of `fp8_policy`; float8 without `is_init`, or by another recipe than "tensorwise".
     """
     name = getattr(config, "fp8", None)
     if name is not None and layer_no >= 0 and getattr(config, "first_last_layers_bf16", False):
@@ -215,21 +211,19 @@ def _round_gradient_of_parts(_, args, context):
     return context.redistribute(_probed(y, part), one_sum, layout)
 
 
+def _maximum(x):
+    return equation("... ->", x, reduced={f"d{dim}": "max" for dim in range(x.ndim)})
+
+
 def _operator(name, function, rule, **facts):
     register_operator(name, source=f"{__name__}.{function.__name__}", saves=NOTHING, **facts)(rule)
     return custom_operator(name, function)
 
 
-def _largest_rule(x):
-    return equation("... ->", x, reduced={f"d{dim}": "max" for dim in range(x.ndim)})
-
-
 register_algorithm(Algorithm("fp8", "the largest gradient of all parts", False, _round_gradient_of_parts))
-_largest = _operator("Fp8Largest", largest, _largest_rule, gradient=NO_GRADIENT)
-_round = _operator("Fp8Round", rounded, lambda x, largest, *_: elementwise(x, largest), operations=8)
-_round_gradient = _operator(
-    *("Fp8RoundGradient", round_gradient, lambda y, *_: elementwise(y, linear=({0},), run="fp8")),
-    **{"operations": 8, "algorithms": ("fp8",)},
-)
+_largest = _operator("Fp8Largest", largest, _maximum, gradient=NO_GRADIENT)
+_round = _operator("Fp8Round", rounded, elementwise, operations=8)
+_rule = partial(elementwise, linear=({0},), run="fp8")
+_round_gradient = _operator("Fp8RoundGradient", round_gradient, _rule, operations=8, algorithms=("fp8",))
 _probe = _operator("Fp8Probe", probe, lambda y, *given: equation("... -> ..., N", y, sizes={"N": given[-1]}))
 _probed = _operator("Fp8Probed", probed, lambda y, part: equation("..., P -> ...", y, part))
