@@ -10,8 +10,6 @@ from mindformers_core.lazy_exports import import_object
 from mindformers_core.models.configuration import LlamaConfig
 from mindformers_core.operators.signature import tensor_meta
 
-_OF_RANKS = "model_comm_pgs", "vp_stage"
-
 
 @dataclass(frozen=True)
 class ModuleSpec:
@@ -33,8 +31,8 @@ def build_module(spec, *args, **kwargs):
     communicate, and a `LayerRange` which layers a stage has.
     """
     module, submodules = (spec.module, spec.submodules) if isinstance(spec, ModuleSpec) else (spec, {})
-    taken = signature(module.__init__).parameters
-    kwargs = {name: kwargs[name] for name in kwargs if name in taken or name not in _OF_RANKS}
+    left_out = {"model_comm_pgs", "vp_stage"} - signature(module.__init__).parameters.keys()
+    kwargs = {name: value for name, value in kwargs.items() if name not in left_out}
     return module(*args, **kwargs, **submodules)
 
 

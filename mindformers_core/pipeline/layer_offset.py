@@ -28,5 +28,4 @@ def get_transformer_layer_offset(config, vp_stage=None, pp_rank=None):
     pp_rank = world().rank * ranks // world().size if pp_rank is None else pp_rank
     layers = split_config(config, ranks * count, getattr(config, "pipeline_parallel_layers_per_stage", None))
     holders = schedule_class(getattr(config, "pipeline_parallel_schedule", "1f1b")).stage_ranks(len(layers), ranks)
-    own = [part for part, holder in zip(layers, holders) if holder == pp_rank]
-    return own[vp_stage or 0].offset
+    return [part for part, holder in zip(layers, holders) if holder == pp_rank][vp_stage or 0].offset
