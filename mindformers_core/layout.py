@@ -39,7 +39,7 @@ class LayoutSpec:
     """
 
     entries: tuple
-    pad: bool = False
+    pad: bool | tuple = False
 
     def bind(self, mesh, ndim=None, arriving=None, name="tensor"):
         """The `Layout` of a tensor of `ndim` dims on `mesh`.
@@ -81,8 +81,9 @@ def layout(*entries, pad=False):
     is called `cp_dp`; `"None"` or `None` for a dim that isn't sharded; or (once) `...` for all remaining dims as
     they arrive: `layout(..., "tp")` speaks of the last dim alone.
 
-    With `pad`, of a weight only, ranks store zeros behind the end of a dim that its axes don't divide, so that all
-    parts are equal. Code and files have the weight without them; see `tensor_parallel.with_padding`.
+    With `pad=True`, of a weight only, ranks store zeros behind the end of a dim that its axes don't divide, so that
+    all parts are equal; with the sizes of the parts, `pad=(10, 20, 30, 4)`, behind each part, where one dim is cut.
+    Code and files have the weight without them; see `tensor_parallel.with_padding` and `manual_split`.
 
     Raises:
         TypeError: an entry of another type.
@@ -91,7 +92,7 @@ def layout(*entries, pad=False):
     cleaned = tuple(_clean_entry(entry) for entry in entries)
     if cleaned.count(...) > 1:
         raise ValueError(f"layout{entries}: '...' may stand once")
-    return LayoutSpec(cleaned, pad)
+    return LayoutSpec(cleaned, pad if pad in (True, False) else tuple(pad))
 
 
 class Layout(Immutable):

@@ -86,7 +86,7 @@ class OpenCall:
     def _import(self, tensor, entry):
         if "stored" in vars(tensor):
             with replaced(self, cast=None):
-                return self.value_of(narrowed(tensor.stored, tensor.shape, ops.narrow))
+                return self.value_of(narrowed(tensor.stored, tensor.part_sizes, ops))
         if type(entry) is Made:
             value = self.new_value(tensor, entry.value.hint, entry.value.constant)
             self._outer.append(FreeVariable(value, self.tree.path(entry.call.cell), entry.call.number, entry.value.id))
@@ -98,7 +98,8 @@ class OpenCall:
                 return known
             local = self.tree.local_path(self.cell, tensor.original)
             value = self.new_value(tensor, entry.path.rpartition(".")[2])
-            self._parameters.append(ParameterUse(value, entry.path, local, tensor.original.requires_grad))
+            sizes = getattr(tensor.original, "part_sizes", ())
+            self._parameters.append(ParameterUse(value, entry.path, local, tensor.original.requires_grad, sizes))
         else:
             path = entry.path
             value = self.new_value(tensor, path.rpartition(".")[2] if path else "constant", constant=True)

@@ -10,7 +10,7 @@ from mindformers_core.checkpoint.regions import local_box, shape_of, whole
 from mindformers_core.communication.messages import gather_values
 from mindformers_core.communication.tensor_bytes import numpy_dtype
 from mindformers_core.dtypes import dtype_name
-from mindformers_core.padding import padded_array, stored_shape
+from mindformers_core.padding import own_slices, padded_array, padded_shape
 
 
 def ranks_of(mesh, rank):
@@ -131,10 +131,10 @@ def share_weights(cells):
 def _part(group, name, tensor, placed, rank):
     """The `Part` of a tensor that lies where the Parameter `placed` does."""
     layout, shape = getattr(placed, "layout", None), tuple(getattr(placed, "global_shape", placed.shape))
-    stored = stored_shape(placed)
-    box = whole(stored) if layout is None else local_box(layout, stored, rank)
+    sizes = getattr(placed, "part_sizes", ())
+    box = whole(shape) if layout is None else local_box(layout, padded_shape(shape, sizes), rank)
     assert shape_of(box) == tuple(tensor.shape), (name, box, tensor.shape)
-    box = tuple((min(start, size), min(stop, size)) for (start, stop), size in zip(box, shape))  # zeros aren't saved
+    box = tuple((each.start, each.stop) for each in own_slices([slice(*ends) for ends in box], sizes))
     return Part(group, name, dtype_name(tensor.dtype), shape, box)
 
 

@@ -19,7 +19,7 @@ from mindformers_core.lowering.aliases import check_memory, note_adopted, note_w
 from mindformers_core.lowering.indexing import IndexedTensor, of_whole
 from mindformers_core.mindspore_private import make_subclass, pynative_executor
 from mindformers_core.operators import tensor_meta
-from mindformers_core.padding import narrowed, stored_shape
+from mindformers_core.padding import narrowed, note_stored, own_slices, padded_shape, stored_shape
 
 
 class DTensor(IndexedTensor):
@@ -251,11 +251,11 @@ def placed_parameter(parameter, layout, global_shape=None):
         raise ValueError(f"parameter '{parameter.name}': a parameter is sharded or replicated, not {layout}")
     shape = tuple(parameter.shape) if global_shape is None else global_shape
     if any(layout.dims):
-        stored = stored_shape(parameter) if hasattr(parameter, "padded_shape") else shape
-        layout.local_shape(stored, f"parameter '{parameter.name}'")
-        part = parameter
+        sizes = getattr(parameter, "part_sizes", ())
+        local, part = layout.local_shape(padded_shape(shape, sizes), f"parameter '{parameter.name}'"), parameter
         if global_shape is None:
-            part = _padded(parameter.value(), stored)[layout.local_slices(stored, world().rank)]
+            slices = layout.local_slices(padded_shape(shape, sizes), world().rank)
+            part = _padded(parameter.value(), own_slices(slices, sizes), local) if sizes else parameter.value()[slices]
         placed = Parameter(part, name=parameter.name, requires_grad=parameter.requires_grad)
         vars(placed).update({name: value for name, value in vars(parameter).items() if name not in vars(placed)})
         parameter = placed
@@ -264,11 +264,14 @@ def placed_parameter(parameter, layout, global_shape=None):
     return parameter
 
 
-def _padded(tensor, shape):
-    """A tensor with zeros behind its ends, up to a shape."""
-    for dim, (own, size) in enumerate(zip(tensor.shape, shape)):
-        if own != size:
-            zeros = mint.zeros((*tensor.shape[:dim], size - own, *tensor.shape[dim + 1 :]), dtype=tensor.dtype)
+def _padded(tensor, own, shape):
+    """The slices `own` of a tensor, with zeros behind their ends, up to a shape."""
+    if any(each.start == each.stop for each in own):
+        return mint.zeros(shape, dtype=tensor.dtype)
+    tensor = tensor[own]
+    for dim, (size, room) in enumerate(zip(tensor.shape, shape)):
+        if size != room:
+            zeros = mint.zeros((*tensor.shape[:dim], room - size, *tensor.shape[dim + 1 :]), dtype=tensor.dtype)
             tensor = ops.cat((tensor, zeros), dim)
     return tensor
 
@@ -279,9 +282,10 @@ def parameter_view(parameter, make=_wrap_leaf):
     `make(local, meta)` makes it; see `with_padding` for what it has besides where it is padded.
     """
     stored = make(parameter, parameter_meta(parameter))
-    view = narrowed(stored, parameter.global_shape, ops.narrow)
-    if view is not stored:
-        view.stored = stored
+    if not hasattr(parameter, "part_sizes"):
+        return stored
+    view = narrowed(stored, parameter.part_sizes, ops)
+    note_stored(view, stored, parameter.part_sizes)
     return view
 
 
