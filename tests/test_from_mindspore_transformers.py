@@ -28,7 +28,20 @@ THEIRS, OURS = code_blocks(PAGE, "yaml")
 BEGINNING, *PLANS, MERGE, RENAME = code_blocks(PAGE, "python")
 ROWS = [(heading.strip("`"), cells) for heading, cells in table_rows(PAGE) if len(cells) == 3 and cells[0] != "there"]
 WORDS = {"none", "`generate`", "`train`, `generate`"}  # in the place of our keys
-DIMS = {".wo.": 1, ".w2.": 1} | dict.fromkeys((".wq.", ".wk.", ".wv.", ".w1.", ".w3.", "tok_embeddings", "lm_head"), 0)
+OLD = {  # of a tensor of ours: its name in MindSpore Transformers, and the dim that two ranks have in parts there
+    "embed_tokens.weight": ("tok_embeddings.embedding_weight", 0),
+    "self_attn.q_proj.weight": ("attention.wq.weight", 0),
+    "self_attn.k_proj.weight": ("attention.wk.weight", 0),
+    "self_attn.v_proj.weight": ("attention.wv.weight", 0),
+    "self_attn.o_proj.weight": ("attention.wo.weight", 1),
+    "mlp.gate_proj.weight": ("feed_forward.w1.weight", 0),
+    "mlp.down_proj.weight": ("feed_forward.w2.weight", 1),
+    "mlp.up_proj.weight": ("feed_forward.w3.weight", 0),
+    "input_layernorm.weight": ("attention_norm.weight", None),
+    "post_attention_layernorm.weight": ("ffn_norm.weight", None),
+    "norm.weight": ("norm_out.weight", None),
+    "lm_head.weight": ("lm_head.weight", 0),
+}
 
 
 def keys_of(section, name):
@@ -58,7 +71,12 @@ def test_keys_of_ours_are_there_and_none_has_a_reason():
 
 def test_our_recipe_is_one(tmp_path):
     (tmp_path / "ours.yaml").write_text(OURS)
-    assert "batch       8 sequences of 128 tokens a step" in dry_run(load_recipe(str(tmp_path / "ours.yaml")))
+    theirs = yaml.safe_load(THEIRS)
+    runner, sizes = theirs["runner_config"], theirs["parallel_config"]
+    samples = runner["batch_size"] * sizes["micro_batch_num"] * sizes["data_parallel"]
+    samples *= runner["gradient_accumulation_steps"]
+    said = dry_run(load_recipe(str(tmp_path / "ours.yaml")))
+    assert f"batch       {samples} sequences of 128 tokens a step" in said
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -86,32 +104,24 @@ def test_old_checkpoints_are_read(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (command,) = re.findall("mindformers_core (convert .*)", "".join(code_blocks(PAGE, "bash")))
     *arguments, config = shlex.split(command)
-    recipe, names = load_recipe(str(ROOT / config)), {}
-    net = LlamaForCausalLM(recipe.model)
-    exec(RENAME[: RENAME.index("tensors = ")], names)
-    values = {_old(each.name, names["NAMES"]): each.asnumpy() for each in net.get_parameters()}
-    _write_sliced(values, tmp_path)
+    net = LlamaForCausalLM(load_recipe(str(ROOT / config)).model)
+    values = {each.name: each.asnumpy() for each in net.get_parameters()}
+    write_sliced(values, tmp_path)
     exec(MERGE + RENAME, {})
     main([*arguments, str(ROOT / config)])
     for each in net.get_parameters():
         each.set_data(ms.Tensor(np.zeros(each.shape, np.float32)))
-    parts = model_parts([net], 0)
-    load_parameters(open_checkpoint("output/old_llama"), parts, None, True)
+    load_parameters(open_checkpoint("output/old_llama"), model_parts([net], 0), None, True)
     for each in net.get_parameters():
-        np.testing.assert_array_equal(each.asnumpy(), values[_old(each.name, names["NAMES"])])
+        np.testing.assert_array_equal(each.asnumpy(), values[each.name])
 
 
-def _old(path, names):
-    for old, new in names.items():
-        path = path.replace(f".{new}", f".{old}")
-    return path
-
-
-def _write_sliced(values, folder):
+def write_sliced(values, folder):
     """Files of two ranks and their strategy file, as MindSpore's semi-automatic parallelism leaves them."""
     strategy, ranks = ParallelStrategyMap(current_stage=0), ([], [])
-    for name, value in values.items():
-        dim = next((dim for part, dim in DIMS.items() if part in name), None)
+    for path, value in values.items():
+        end = next(end for end in OLD if path == end or path.endswith(f".{end}"))
+        name, dim = path.removesuffix(end) + OLD[end][0], OLD[end][1]
         layout = strategy.parallel_layout_item.add(param_name=name).parallel_layouts
         layout.field = layout.opt_weight_shard_step = layout.opt_weight_shard_size = 0
         layout.dev_matrix.add().dim.append(2)

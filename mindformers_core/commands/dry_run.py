@@ -79,9 +79,9 @@ def dry_run(recipe):
     check_patterns(recipe)
     mesh = recipe_mesh(recipe)
     ranks = mesh.group(mesh.rank_list[0], ("pp",))
-    timeline = recipe_timeline(recipe) if len(ranks) > 1 else None
+    timeline = recipe_timeline(recipe)
     facts, summaries, placed = [], {}, {}
-    for rank, live in zip(ranks, timeline.peak_live if timeline else (1,), strict=True):
+    for rank, live in zip(ranks, timeline.peak_live, strict=True):
         with rank_of(mesh.size, rank, device_target=recipe.context.device_target):
             cells = build_cells(recipe, mesh, rank)
             facts.append(_facts_of_rank(recipe, cells, live))
@@ -89,7 +89,8 @@ def dry_run(recipe):
             summaries |= {stage: tree_of(net).activations.stage_summary() for stage, net in cells.items()}
     if any(summaries.values()):
         check_stages(recipe.recompute, recipe.swap, [summaries[stage] for stage in sorted(summaries)])
-    plan, kind = batch_plan(recipe, mesh.axis_size("dp")), "pipeline runs" if timeline else "micro-batches"
+    plan = batch_plan(recipe, mesh.axis_size("dp"))
+    kind = "micro-batches" if plan.micro_batches == 1 else "pipeline runs"
     head = (
         f"mesh        {mesh}: {mesh.size} ranks\n"
         f"batch       {plan.samples} sequences of {recipe.train_dataset.seq_length} tokens a step: {plan.ranks} dp "
@@ -98,7 +99,7 @@ def dry_run(recipe):
     ) + "".join(f"{line}\n" for line in placed_lines(placed, recipe.optimizer))
     if recipe.context.mode == 0 and recipe.context.device_target == "CPU":
         head += "memory      more than below: in graph mode MindSpore keeps 8 to 9 times the activations on CPU\n"
-    return head + (_pipeline_report(timeline, facts) if timeline else report(facts[0]))
+    return head + (_pipeline_report(timeline, facts) if len(ranks) > 1 else report(facts[0]))
 
 
 def _facts_of_rank(recipe, cells, live):

@@ -23,7 +23,7 @@ from mindformers_core.propagation.resized import resized
 from mindformers_core.ranges import check_range
 from mindformers_core.recipe.checks import check_recipe
 from mindformers_core.recipe.pipeline import check_pipeline, layers_of_stages
-from mindformers_core.recipe.sections import batch_plan, micro_batches_of_a_run, recipe_mesh
+from mindformers_core.recipe.sections import batch_plan, micro_batch_size, micro_batches_of_a_run, recipe_mesh
 from mindformers_core.sharding.plan_passes import planned_call
 from mindformers_core.sharding.sharded_cells import tree_of
 from mindformers_core.trainer.cells import build_cells
@@ -244,10 +244,7 @@ def _with_layers(recipe, stages):
 def _with_few_micro_batches(recipe, has_empty_rows):
     """The recipe with as few micro-batches as exercise its schedule, with an empty row if it has any."""
     training, sizes = recipe.training, recipe.parallelism
-    if sizes.pipeline_parallel == 1:
-        small = replace(recipe, training=replace(training, local_batch_size=min(training.local_batch_size, _SEVERAL)))
-        return _with_empty_row(small) if has_empty_rows else small
-    whole, size = micro_batches_of_a_run(recipe), min(sizes.pipeline_parallel_microbatch_size, _SEVERAL)
+    whole, size = micro_batches_of_a_run(recipe), min(micro_batch_size(recipe), _SEVERAL)
     sizes = replace(sizes, pipeline_parallel_microbatch_size=size)
     for count in range(min(whole, sizes.pipeline_parallel + 1), whole + 1):
         small = replace(recipe, parallelism=sizes, training=replace(training, local_batch_size=count * size))

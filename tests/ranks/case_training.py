@@ -158,8 +158,8 @@ def case_compiled_training_on_one_axis_equals_one_rank():
 
 
 @on_ranks(2)
-def case_ranks_with_different_recipes_end_before_they_train():
-    """The error names key, values and ranks; folders of a machine may differ."""
+def case_ranks_with_different_recipes_or_data_end_before_they_train():
+    """The error names key, values and ranks; folders of a machine may differ. Nor may they have other data."""
     rank = world().rank
 
     def enter(*overrides):
@@ -172,6 +172,11 @@ def case_ranks_with_different_recipes_end_before_they_train():
         one, other = (value if value.isdigit() else f'"{value}"' for value in values)
         with pytest.raises(ValueError, match=f"{key} is {one} on rank 0 and {other} on rank 1: start all ranks with"):
             enter(f"{key}={values[rank]}")
+    recipe = load_recipe(str(CONFIGS / "llama_tiny_cpu.yaml"), [*SMALL, "training.global_batch_size=4"])
+    with pytest.raises(
+        ValueError, match="source 0: tokens is 500 on rank 0 and 501 on rank 1: give all ranks the same data$"
+    ):
+        Trainer(recipe, mesh=mesh, dataset=token_stream(np.zeros(500 + rank, int), 16, seed=2))
 
 
 @on_ranks(4)
