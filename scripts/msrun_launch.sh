@@ -40,6 +40,19 @@ if [ $# = 6 ] && [[ $5 =~ ^(True|False)$ ]]; then
 fi
 python=$(launch_python) || exit 1
 export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH}
-exec "$python" "$ROOT/scripts/msrun_watch.py" --worker_num="$worker_num" --local_worker_num="${3:-$worker_num}" \
-    --master_addr="${4:-127.0.0.1}" --master_port="${5:-8118}" --node_rank="${6:-0}" \
-    --log_dir="${7:-output/msrun_log}" --join="${8:-True}" --cluster_time_out="${9:-7200}" -- "${COMMAND_WORDS[@]}"
+local_workers=${3:-$worker_num}
+workers=$worker_num
+supervisor=()
+if [ "${RESTARTS:-0}" != 0 ]; then
+    supervisor=("$python" "$ROOT/scripts/supervisor.py" --workers "$worker_num" --log_dir "${7:-output/msrun_log}" --)
+    workers="{workers}"
+    if [ "$local_workers" = "$worker_num" ]; then
+        local_workers="{workers}"
+    elif [ -n "${EXCLUDE:-}" ]; then
+        fail "EXCLUDE names processes of one machine, and this job has several: leave it out"
+    fi
+fi
+exec "${supervisor[@]}" "$python" "$ROOT/scripts/msrun_watch.py" --worker_num="$workers" \
+    --local_worker_num="$local_workers" --master_addr="${4:-127.0.0.1}" --master_port="${5:-8118}" \
+    --node_rank="${6:-0}" --log_dir="${7:-output/msrun_log}" --join="${8:-True}" \
+    --cluster_time_out="${9:-${REJOIN_TIMEOUT:-7200}}" -- "${COMMAND_WORDS[@]}"

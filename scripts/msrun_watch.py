@@ -2,7 +2,8 @@
 
 Left alone, msrun waits for its scheduler after a worker has failed: 30 s if the ranks had met, CLUSTER_TIME_OUT
 (7200 s) if they had not. It also leaves its workers running when it is terminated, and what a killed worker has
-started. Here the scheduler gets a few seconds, and nothing that was started stays behind.
+started. Here the scheduler gets a few seconds, SIGTERM is passed on to workers, and nothing that was started stays
+behind.
 """
 
 import argparse
@@ -21,6 +22,7 @@ import psutil
 
 POLL_SECONDS = 0.2
 SCHEDULER_GRACE_SECONDS = 3
+GRACE_SECONDS = 40  # after SIGTERM, more than checkpoint.grace; the variable GRACE has another number
 LAST_LINES = 30
 FOR_OTHERS = 75  # exit code of a worker that ends since others failed, or wait (mindformers_core.hangs.watcher)
 WORKER_FAILED = re.compile(r"Worker process (\d+) exit with exception\. Error code: (-?\d+)")
@@ -112,10 +114,11 @@ def run(args):
     logs = {rank: args.log_dir / f"worker_{rank}.log" for rank in range(first, first + args.local_worker_num)}
     args.log_dir.mkdir(parents=True, exist_ok=True)
     remove_old_logs(args)
-    ctypes.CDLL(None).prctl(_SUBREAPER, 1)  # what a killed worker has started becomes a child of this process
+    become_subreaper()
     print(f"{args.local_worker_num} of {args.worker_num} workers start here, logs in {args.log_dir}", flush=True)
+    ending = Ending(float(os.environ.get("GRACE") or GRACE_SECONDS))
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
+        signal.signal(number, ending.hear)
     with (args.log_dir / "msrun.log").open("w+", errors="replace") as msrun_log:
         msrun = subprocess.Popen(
             msrun_command(args),
@@ -127,7 +130,7 @@ def run(args):
         )
         joined = args.join == "True"
         try:
-            failure = watch(msrun, msrun_log, Follower(logs[first])) if joined else None
+            failure = watch(msrun, msrun_log, Follower(logs[first]), ending) if joined else None
         finally:
             if joined:
                 kill_children(os.getpid())
@@ -135,6 +138,32 @@ def run(args):
     if code or failure:
         return report(failure, code, args.log_dir, logs)
     return 0
+
+
+def become_subreaper():
+    """What a child of this process has started becomes a child of this process when that one ends."""
+    ctypes.CDLL(None).prctl(_SUBREAPER, 1)
+
+
+class Ending:
+    """A SIGTERM that workers get, too, and the seconds that they have then; another signal, or a second, ends at once."""
+
+    def __init__(self, grace):
+        self.grace, self.deadline, self._told = grace, None, set()
+
+    def hear(self, number, frame):
+        """The handler of signals."""
+        if number != signal.SIGTERM or self.deadline is not None:
+            sys.exit(128 + number)
+        self.deadline = time.monotonic() + self.grace
+
+    def pass_on(self, pids):
+        """Send each of these workers the signal, once. Returns whether their time is over."""
+        for pid in {*pids}.difference(self._told) if self.deadline is not None else ():
+            self._told.add(pid)
+            with suppress(OSError):
+                os.kill(pid, signal.SIGTERM)
+        return self.deadline is not None and time.monotonic() > self.deadline
 
 
 def remove_old_logs(args):
@@ -181,13 +210,15 @@ def worker_environment():
     return {"GLOG_v": "3", **os.environ, "PATH": path, "PYTHONUNBUFFERED": "1"}
 
 
-def watch(msrun, msrun_log, follower):
+def watch(msrun, msrun_log, follower, ending):
     """Wait for msrun to end. Returns `(rank or None, exit code)` of the worker that began the end, or `None`."""
     ranks, failures, deadline = {}, {}, None
     while msrun.poll() is None:
         time.sleep(POLL_SECONDS)
         follower.show()
         ranks.update(worker_ranks(msrun.pid))
+        if ending.pass_on(ranks):
+            kill_children(msrun.pid)
         ended = failed_workers(ranks)  # msrun looks once a second, in order of ranks: others may have failed of it
         if find_failure(msrun_log, ranks):  # msrun kills the others
             ended = [(rank, code) for rank, code in ended if code != -signal.SIGKILL]
