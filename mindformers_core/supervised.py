@@ -1,4 +1,4 @@
-"""What a process tells the supervisor of its launch (`scripts/supervisor.py`), which names a folder for it. Pure Python."""
+"""What processes tell the supervisor of their launch, scripts/supervisor.py, in a folder of its. Pure Python."""
 
 import json
 import os

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 import numpy as np
-from msrun_watch import become_subreaper, kill_children
+from processes import become_subreaper, kill_children
 
 from mindformers_core.recipe.fitting import fitting_ranks
 from mindformers_core.supervised import FOLDER, FOR_OTHERS
@@ -214,9 +214,10 @@ class Told:
     """What the processes of a launch have told.
 
     Attributes:
-        run: a dict about the job, or None where no run has begun; done: the most steps that a process has done; step:
-            the last one that one was in; ends: of processes that ended by an error `(step, error, exit code)`; has_steps:
-            whether any process tells its steps.
+        run: a dict about the job, or None where no run has begun.
+        done, step: the most steps that a process has done, and the last one that one was in.
+        ends: `(step, error, exit code)` of processes that ended by an error.
+        has_steps: whether any process tells its steps.
     """
 
     def __init__(self, folder):

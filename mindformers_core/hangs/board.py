@@ -218,7 +218,7 @@ class Board:
             self.slots[rank].leaves_after = 1 + max(slot.step for slot in self.slots)
 
     def leave_after(self, rank, step):
-        """Whether the ranks of this host leave after a step, which a rank has ended: the same answer on each of them."""
+        """Whether the ranks of this host leave after a step, which a rank has ended: one answer on all of them."""
         with self._steps_locked():
             self.slots[rank].step = step
             return any(0 < slot.leaves_after <= step for slot in self.slots)

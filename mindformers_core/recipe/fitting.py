@@ -1,4 +1,4 @@
-"""A recipe on fewer ranks, where some are missing: data parallelism shrinks, and the run stays the same. Pure Python."""
+"""A recipe on fewer ranks, where some are missing: data parallelism shrinks, and the run stays as it is."""
 
 from mindformers_core.recipe.loader import load_recipe
 from mindformers_core.recipe.sections import batch_plan, mesh_shape

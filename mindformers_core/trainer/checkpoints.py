@@ -102,7 +102,10 @@ def resume(job, checkpoint):
     if job.rank == 0:
         what = f"all, of step {job.step}; sample {job.consumed} of the data is next" if state else "weights only"
         print(f"loaded {checkpoint.folder}: {what}{_changes(recipe, checkpoint)}")
-    if job.step >= recipe.training.steps:
+    if recipe.training.resume and job.step == recipe.training.steps:
+        if job.rank == 0:
+            print(f"this run has all its {job.step} steps: it is complete")
+    elif job.step >= recipe.training.steps:
         raise ValueError(
             f"training.steps: {recipe.training.steps}, but {checkpoint.folder} already has {job.step} steps"
         )
