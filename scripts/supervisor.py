@@ -176,7 +176,6 @@ class Supervisor:
         """Run a launch to its end: its exit code, and whether it was asked to leave, since other workers are there."""
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
-        command = [word.replace("{workers}", str(ranks)) for word in self.launch]
         words = [*self.command, *overrides]
         if self.goes_on and self.command[:3] == TRAIN:
             words.append("training.resume=auto")
@@ -185,6 +184,10 @@ class Supervisor:
             "MINDFORMERS_RESTART": str(restarts),
             "MINDFORMERS_WORKERS": str(self.workers),
         }
+        return self._launch(ranks, words, told)
+
+    def _launch(self, ranks, words, told):
+        command = [word.replace("{workers}", str(ranks)) for word in self.launch]
         self.child = subprocess.Popen([*command, *words], env={**os.environ, **told}, start_new_session=True)
         leaves = False
         while self.child.poll() is None:

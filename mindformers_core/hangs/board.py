@@ -215,13 +215,18 @@ class Board:
     def ask_to_leave(self, rank):
         """Ask all ranks, for a rank, to leave after the first step that none of them has ended yet."""
         with self._steps_locked():
-            self.slots[rank].leaves_after = 1 + max(slot.step for slot in self.slots)
+            own = self.slots[rank]
+            own.leaves_after = own.leaves_after or 1 + max(slot.step for slot in self.slots)
 
     def leave_after(self, rank, step):
         """Whether the ranks of this host leave after a step, which a rank has ended: one answer on all of them."""
         with self._steps_locked():
             self.slots[rank].step = step
             return any(0 < slot.leaves_after <= step for slot in self.slots)
+
+    def forget_steps(self, rank):
+        """A rank has left, or done all steps."""
+        self.slots[rank].step = self.slots[rank].leaves_after = 0
 
     @contextmanager
     def _steps_locked(self):

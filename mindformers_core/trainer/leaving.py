@@ -39,6 +39,8 @@ class Leaving:
     def __exit__(self, *_):
         if self._before is not None:
             signal.signal(signal.SIGTERM, self._before)
+        if self._board is not None:
+            self._board.forget_steps(self._ranks.rank)
 
     def _hear(self, number, frame):
         if self.asked:
