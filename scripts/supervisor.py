@@ -38,14 +38,16 @@ def main():
     parser = argparse.ArgumentParser(prog="supervisor.py", description=__doc__)
     parser.add_argument("--workers", type=int, required=True)
     parser.add_argument("--log_dir", type=Path, required=True)
-    start, end = [place for place, word in enumerate(sys.argv) if word == "--"][:2]  # of the launcher's command
-    args = parser.parse_args(sys.argv[1:start])
+    launch, command = (sys.argv.index(word) for word in ("--launch", "--command"))
+    args = parser.parse_args(sys.argv[1:launch])
     try:
         settings = read_settings(os.environ, args.workers)
     except ValueError as error:
         parser.exit(2, f"supervisor: {error}\n")
     become_subreaper()
-    supervisor = Supervisor(args.workers, args.log_dir, sys.argv[start + 1 : end + 1], sys.argv[end + 1 :], settings)
+    supervisor = Supervisor(
+        args.workers, args.log_dir, sys.argv[launch + 1 : command], sys.argv[command + 1 :], settings
+    )
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, supervisor.hear)
     sys.exit(supervisor.run())

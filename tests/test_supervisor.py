@@ -5,10 +5,12 @@ import random
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
 from mindformers_core import supervised
+from mindformers_core.commands.command_line import main
 from mindformers_core.recipe.fitting import fitting_ranks
 from mindformers_core.recipe.loader import load_recipe
 from mindformers_core.recipe.sections import batch_plan, mesh_shape
@@ -98,6 +100,36 @@ def test_a_job_goes_on_with_the_workers_that_there_are(tmp_path, monkeypatch, ca
     monkeypatch.setenv("EXCLUDE", "0, 2,3")
     assert Starts(tmp_path, [], [*TRAIN, "parallelism.tensor_parallel=2"], MIN_WORKERS="1").run() == 1
     assert "no number of ranks from 1 to 1 fits: a copy of the model has 2" in capsys.readouterr().err
+
+
+class Samples:
+    """A dataset with a sample that can't be read."""
+
+    def __init__(self, *_):
+        pass
+
+    def __len__(self):
+        return 1000
+
+    def __getitem__(self, number):
+        if Samples.read == 10:
+            raise KeyError("a bad sample")
+        Samples.read += 1
+        return np.arange(16, dtype=np.int32), np.arange(16, dtype=np.int32)
+
+
+def test_what_a_job_tells(tmp_path, monkeypatch):
+    """Its run, its steps, and the error that ends it, with the step: of samples 8 to 11."""
+    monkeypatch.setenv(supervised.FOLDER, str(tmp_path))
+    monkeypatch.setattr(Samples, "read", 0, raising=False)
+    small = "model.hidden_size=16", "model.num_hidden_layers=1", "monitor.plot=false", "train_dataset.seq_length=16"
+    alone = "parallelism.data_parallel_shard=1", "parallelism.tensor_parallel=1", "training.local_batch_size=4"
+    given = f"training.output_dir={tmp_path}/run", "training.global_batch_size=4"
+    factory = f"train_dataset.factory={__name__}:Samples"
+    assert main(["train", "--config", RECIPE, *small, *alone, *given, factory]) == 2
+    told = supervisor.Told(tmp_path)
+    assert told.run == {"folder": f"{tmp_path}/run", "saves": False}
+    assert (told.step, told.done, told.ends) == (3, 2, [(3, "KeyError: 'a bad sample'", 2)])
 
 
 @pytest.mark.parametrize(("name", "value"), [("RESTARTS", "-1"), ("BACKOFF", "soon"), ("MIN_WORKERS", "5")])

@@ -205,9 +205,9 @@ class Trainer:
 
         Where the loss or a gradient isn't finite, nothing is updated, and the row has a text about it, `not_finite`.
         """
-        started = time.perf_counter()
+        started, self._told[0] = time.perf_counter(), self.step + 1
         batch = self._batches.get(self.consumed, self.consumed + self.plan.samples)
-        self._told[0] = self.step = self.step + 1
+        self.step += 1
         self.consumed += self.plan.samples
         rate, scale = learning_rate(self.recipe, self.step, self.plan.samples), self.loss_scale
         value = scale.value if scale else None
