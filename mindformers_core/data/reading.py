@@ -1,11 +1,12 @@
 """The arrays of a step that a rank reads: the rows and parts that declared layouts of inputs give it."""
 
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 
 from mindformers_core.batches import batch_slices
 from mindformers_core.data.datasets import dataset_of
+from mindformers_core.data.streams import Stream
 from mindformers_core.layout import Layout
 from mindformers_core.operators.signature import tensor_meta
 from mindformers_core.placement import open_mesh
@@ -16,8 +17,7 @@ from mindformers_core.sharding.sharded_cells import tree_of
 def sample_arrays(recipe):
     """The whole arrays of one sample, each (1, …): a tuple of `TensorMeta`s."""
     if recipe.train_dataset.is_own:
-        arrays = dataset_of(recipe).batch(0, 1)
-        found = tuple(tensor_meta(array.shape, str(array.dtype)) for array in arrays)
+        found = tuple(tensor_meta((1, *shape), str(dtype)) for shape, dtype in _kinds(dataset_of(recipe)))
     else:
         count = 3 if recipe.train_dataset.packing == "documents" else 2  # see `Sequences`
         found = (tensor_meta((1, recipe.train_dataset.seq_length), "int32"),) * count
@@ -74,14 +74,21 @@ def batch_layouts(recipe, cells, dataset):
     it is cut over dp.
     """
     layouts, mesh = [], tree_of(next(iter(cells.values()))).mesh
-    for place, each in enumerate(dataset.batch(0, 1)):
-        layout = Layout.on(mesh, (("dp",), *[()] * (len(each.shape) - 1)))
+    for place, (shape, _) in enumerate(_kinds(dataset)):
+        layout = Layout.on(mesh, (("dp",), *[()] * len(shape)))
         for stage, net in reversed(cells.items()):
             boundary, name = tree_of(net).boundaries[""], _name(recipe, net, place)
             if name in boundary.arguments and (place > 0 or stage == 0):
-                layout = boundary.arriving_layout(name, len(each.shape))
+                layout = boundary.arriving_layout(name, 1 + len(shape))
         layouts.append(layout)
     return layouts
+
+
+def _kinds(dataset):
+    """Shape and dtype of each array of a sample; of a `Stream` without reading, where that can be."""
+    if isinstance(dataset, Stream):
+        return dataset.kinds
+    return [(array.shape[1:], array.dtype) for array in dataset.batch(0, 1)]
 
 
 def ignored_rows(recipe):
@@ -91,6 +98,8 @@ def ignored_rows(recipe):
 
 def local_batch(plan, layouts, rank, ignored, dataset, consumed=0):
     """The arrays of a step on `rank`, each (runs, rows of a run, …): ids and labels, or those of a user's dataset.
+
+    A `Stream` is asked for the rank's part of its samples; of others whole samples are read.
 
     Args:
         plan: the `BatchPlan`.
@@ -103,19 +112,41 @@ def local_batch(plan, layouts, rank, ignored, dataset, consumed=0):
     of_rows = [each.replace(dims=each.dims[:1]) for each in layouts]
     own = [run for ((*runs,),) in batch_slices(of_rows, [(plan.rows,)] * len(layouts), rank) for run in runs]
     first, end = min(run.start for run in own), max(run.stop for run in own)
+    simple, strided = ([_some_dims(each, is_strided) for each in layouts] for is_strided in (False, True))
+    cut = cache(partial(_cut, plan, simple, rank))
     found = []
     for samples in plan.passes:
         real = samples[first:end]
         read = real or range(plan.samples - 1, plan.samples)
-        arrays = dataset.batch(consumed + read.start, len(read))
+        asked = consumed + read.start, len(read)
+        if isinstance(dataset, Stream):
+            arrays = dataset.batch(*asked, cut)
+        else:
+            arrays = dataset.batch(*asked)
+            parts = cut(tuple(array.shape[1:] for array in arrays))
+            arrays = [array[(slice(None), *slices)] for array, slices in zip(arrays, parts)]
         if len(real) < end - first:
             arrays = [np.take(array, range(end - first), 0, mode="clip") for array in arrays]
             for place, value in ignored.items():
                 arrays[place][len(real) :] = value
-        slices = batch_slices(layouts, [(plan.rows, *array.shape[1:]) for array in arrays], rank)
+        slices = batch_slices(strided, [(plan.rows, *array.shape[1:]) for array in arrays], rank)
         found.append([_part(array, first, *runs) for array, runs in zip(arrays, slices, strict=True)])
     arrays = map(np.concatenate, zip(*found))
     return [array.reshape(plan.runs, -1, *array.shape[1:]) for array in arrays]
+
+
+def _cut(plan, layouts, rank, shapes):
+    """For each array of a sample the slices of its dims that `rank` reads, see `Stream.batch`: none is strided."""
+    if len(shapes) != len(layouts):
+        raise ValueError(f"a sample has {len(shapes)} arrays, the first one {len(layouts)}: all samples need as many")
+    slices = batch_slices(layouts, [(plan.rows, *shape) for shape in shapes], rank)
+    return tuple(tuple(run for (run,) in runs) for _, *runs in slices)
+
+
+def _some_dims(layout, is_strided):
+    """A layout that cuts, of the dims after the first, those alone that are strided in `layout`, or that aren't."""
+    pairs = zip(layout.dims[1:], layout.axes[1:])
+    return layout.replace(dims=[layout.dims[0], *(dim if (dim != axes) == is_strided else () for dim, axes in pairs)])
 
 
 def _part(rows, first, own, *others):

@@ -11,12 +11,17 @@ import numpy as np
 
 from mindformers_core.data.mixture import Mixture
 from mindformers_core.data.order import shuffled
-from mindformers_core.data.packing import packed_row, packed_rows
+from mindformers_core.data.packing import Piece, packed_row, packed_rows
 from mindformers_core.data.sources import Tokens
 from mindformers_core.hints import first_of
 from mindformers_core.splitmix import GOLDEN
 
 IGNORED = -100  # a label that isn't counted
+
+
+def whole(shapes):
+    """For each array of a shape the slices of its dims that are all of it, see `Stream.batch`."""
+    return tuple(tuple(slice(0, size) for size in shape) for shape in shapes)
 
 
 @dataclass(frozen=True)
@@ -40,7 +45,7 @@ class Sequences:
 
     def __post_init__(self):
         count = len(self.source.ids)
-        if len(self) < 1 or count < 2:
+        if count < 2 or len(self) < 1:
             raise ValueError(
                 f"{self.source.name}: {count} tokens are too few for one sequence of train_dataset.seq_length "
                 f"{self.seq_length} and the token after it: give more text"
@@ -52,26 +57,44 @@ class Sequences:
         count = len(self.source.ids)
         return packed_rows(count, self.seq_length) if self.packs else (count - 1) // self.seq_length
 
+    @property
+    def kinds(self):
+        """Shape and dtype of each array of a sample."""
+        return (((self.seq_length,), np.dtype(np.int32)),) * (3 if self.packs else 2)
+
     def __getitem__(self, row):
-        if not self.packs:
-            return self._piece(row * self.seq_length, self.seq_length, True)[:2]
-        pieces = packed_row(row, len(self.source.ids), self.source.starts, self.seq_length)
-        padding = np.zeros((1, self.seq_length - sum(piece.length for piece in pieces)), np.int32)
-        arrays = zip(*(self._piece(*piece) for piece in pieces), (*padding, *padding + IGNORED, *padding))
-        return tuple(map(np.concatenate, arrays))
+        return self.part(row, whole)
+
+    def part(self, row, cut):
+        """The parts of a sample's arrays that `cut` names, see `Stream.batch`; other tokens aren't read."""
+        parts = [run for (run,) in cut(tuple(shape for shape, _ in self.kinds))]
+        first, end = min(run.start for run in parts), max(run.stop for run in parts)
+        pieces, found, place = [Piece(row * self.seq_length, self.seq_length, True)], [], 0
+        if self.packs:
+            pieces = packed_row(row, len(self.source.ids), self.source.starts, self.seq_length)
+        for piece in pieces:
+            skipped = max(0, first - place)
+            length = min(piece.length, end - place) - skipped
+            if length > 0:
+                found.append(self._piece(piece, skipped, length))
+            place += piece.length
+        padding = np.zeros(max(0, end - max(first, place)), np.int32)
+        arrays = map(np.concatenate, zip(*found, (padding, padding + IGNORED, padding)))
+        return tuple(array[run.start - first : run.stop - first] for run, array in zip(parts, arrays))
 
     def about(self):
         """What has to be the same in a resumed run."""
         return self.source.about() | {"seq_length": self.seq_length, "packs": self.packs}
 
-    def _piece(self, first, length, goes_on):
-        """Ids, labels and positions of consecutive tokens of a document; `goes_on`: whether a token follows them."""
+    def _piece(self, piece, skipped, length):
+        """Ids, labels and positions of so many tokens of a `Piece`, without the first ones."""
+        first, goes_on = piece.first + skipped, piece.goes_on or skipped + length < piece.length
         ids, masks = self.source.read(first, first + length + goes_on, self.vocab_size), self.source.labels
         labels = np.full(length, IGNORED, np.int32)
         labels[: len(ids) - 1] = ids[1:]
         if masks is not None:
             labels[: len(ids) - 1][~masks[first + 1 : first + len(ids)]] = IGNORED
-        return ids[:length], labels, np.arange(length, dtype=np.int32)
+        return ids[:length], labels, np.arange(skipped, skipped + length, dtype=np.int32)
 
 
 @dataclass(frozen=True)
@@ -79,7 +102,8 @@ class Stream:
     """An endless stream of samples from several sources, each in another order in each of its epochs.
 
     Attributes:
-        sources: objects with `len(source)`, the samples of an epoch, and `source[n]`, a tuple of arrays.
+        sources: objects with `len(source)`, the samples of an epoch; `source.part(n, cut)`, a tuple of arrays, see
+            `batch`; and `source.kinds`, shape and dtype of each array of a whole sample.
         mixture: the `Mixture` of their weights.
         seed: of the orders.
     """
@@ -88,13 +112,22 @@ class Stream:
     mixture: Mixture
     seed: int
 
-    def batch(self, first, count):
-        """Samples `first` … `first + count - 1`: a tuple of arrays with a first dim of `count`."""
+    @property
+    def kinds(self):
+        """Shape and dtype of each array of a sample."""
+        return self.sources[0].kinds
+
+    def batch(self, first, count, cut=whole):
+        """Samples `first` … `first + count - 1`: a tuple of arrays with a first dim of `count`.
+
+        `cut` is a function of the shapes of a sample's arrays that returns, for each array, the slice of each of its
+        dims that is wanted, of step 1: tuples. Sources that can, read nothing else. Default: whole samples.
+        """
         sources, numbers = self.mixture.places(first, count)
         rows = np.empty(count, np.int64)
         for source in set(sources.tolist()):
             rows[sources == source] = self.rows(source, numbers[sources == source])
-        samples = [self.sources[source][row] for source, row in zip(sources.tolist(), rows.tolist())]
+        samples = [self.sources[source].part(row, cut) for source, row in zip(sources.tolist(), rows.tolist())]
         _check_alike(samples, sources, first)
         return tuple(map(np.stack, zip(*samples)))
 
@@ -111,6 +144,18 @@ class Stream:
         """Of each source, how many of its epochs the samples before `end` are, as a fraction."""
         counts = self.mixture.counts(end)
         return tuple(count / len(source) for count, source in zip(counts, self.sources, strict=True))
+
+    def begun(self, first, end):
+        """A clause about the epochs after their first one that sources begin in samples `first` … `end - 1`; or ""."""
+        said, places = [], np.transpose(self.mixture.places(first, end - first))
+        counts = zip(self.sources, self.mixture.counts(first), self.mixture.counts(end), strict=True)
+        for number, (source, before, after) in enumerate(counts):
+            epoch, last = max(1, -(-before // len(source))), (after - 1) // len(source)  # counted from 0
+            if epoch <= last:
+                place = first + np.flatnonzero((places == (number, epoch * len(source))).all(1))[0]
+                more = f", and epochs up to {last + 1} after it" if last > epoch else ""
+                said.append(f"source {number} begins epoch {epoch + 1} with sample {place}{more}")
+        return ", ".join(said)
 
     def state(self):
         """What a checkpoint keeps of the data, as JSON: `facts`, which tell other data, and the `mixture` so far."""
@@ -171,11 +216,12 @@ class Ahead:
         self._read, self._pool, self._next = read, None, None
 
     def get(self, position, following):
-        """The batch at a position; that at `following` is begun."""
+        """The batch at a position; that at `following` is begun, unless that is None."""
         known, self._next = self._next, None
         batch = known[1].result() if known and known[0] == position else self._read(position)
-        self._pool = self._pool or ThreadPoolExecutor(1, "data")
-        self._next = following, self._pool.submit(self._read, following)
+        if following is not None:
+            self._pool = self._pool or ThreadPoolExecutor(1, "data")
+            self._next = following, self._pool.submit(self._read, following)
         return batch
 
     def close(self):

@@ -36,13 +36,13 @@ class ResNet(nn.Cell):
 class UNet(nn.Cell):
     """A level down and up again by a transposed convolution, group norms, joined with the level's own features."""
 
-    def __init__(self):
+    def __init__(self, colours=3, channels=4):
         super().__init__()
-        self.enter = nn.Conv2d(3, 4, 3, has_bias=True)
-        self.down = nn.Conv2d(4, 8, 3, 2)
-        self.up = nn.Conv2dTranspose(8, 4, 2, 2, pad_mode="valid")
-        self.norm1, self.norm2 = nn.GroupNorm(2, 4), nn.GroupNorm(2, 8)
-        self.leave = nn.Conv2d(8, 3, 3, has_bias=True)
+        self.enter = nn.Conv2d(colours, channels, 3, has_bias=True)
+        self.down = nn.Conv2d(channels, 2 * channels, 3, 2)
+        self.up = nn.Conv2dTranspose(2 * channels, channels, 2, 2, pad_mode="valid")
+        self.norm1, self.norm2 = nn.GroupNorm(channels // 2, channels), nn.GroupNorm(2, 2 * channels)
+        self.leave = nn.Conv2d(2 * channels, colours, 3, has_bias=True)
 
     def construct(self, image, target):
         x = ops.silu(self.norm1(self.enter(image)))

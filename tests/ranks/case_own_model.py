@@ -1,14 +1,18 @@
-"""A model and a dataset that aren't ours, named by a recipe: `examples/own_model.yaml`."""
+"""Models and datasets that aren't ours, named by a recipe: `examples/own_model.yaml`; a U-Net on parts of images."""
 
+import os
 import sys
+from dataclasses import dataclass
 
 import numpy as np
+from models.author_images import UNet
 from support.launch import ROOT, on_ranks
+from support.streams import Counted
 from truth import once
 
 from mindformers_core.communication import world
 from mindformers_core.mesh import init_device_mesh
-from mindformers_core.recipe.loader import load_recipe
+from mindformers_core.recipe.loader import load_recipe, recipe_from_dict
 from mindformers_core.recipe.sections import MESH_AXES
 from mindformers_core.trainer.trainer import Trainer
 
@@ -53,3 +57,82 @@ def check(names):
     for name in names:
         shape, overrides = MESHES[name]
         np.testing.assert_allclose(rows(shape, None, *overrides), expected, 1e-5, err_msg=name)
+
+
+@dataclass(frozen=True)
+class PhotoConfig:
+    """Nothing to configure."""
+
+
+class SmallUNet(UNet):
+    """Two channels, for images of one colour."""
+
+    config_class = PhotoConfig
+
+    def __init__(self, config):
+        super().__init__(1, 2)
+
+
+class Photos:
+    """Noise, and what becomes of it: images (1, 512, 512), in a mapped file that counts what is read of it."""
+
+    def __init__(self, path):
+        self.file = np.load(path, mmap_mode="r").view(Counted)
+
+    def __len__(self):
+        return len(self.file)
+
+    def __getitem__(self, row):
+        return self.file[row, 0], self.file[row, 1]
+
+
+def open_photos(section, *_):
+    return Photos(section.options["path"])
+
+
+def train_on_photos(path, shape, ranks, mode=1, strategy=None):
+    """Losses of four steps, the `Trainer`, and the bytes that it has read."""
+    recipe = recipe_from_dict({
+        "model": {"name": "case_own_model:SmallUNet"}, "training": {"steps": 4},
+        "train_dataset": {
+            "factory": "case_own_model:open_photos", "options": {"path": path}, "dataset_strategy": strategy,
+        },
+        "lr_scheduler": {"learning_rate": 0.01}, "context": {"mode": mode},
+    })  # fmt: skip
+    job = Trainer(recipe, mesh=init_device_mesh(shape, MESH_AXES, ranks))
+    losses = [job.train_step()["loss"] for _ in range(4)]
+    job._batches.close()  # whose thread has read a fifth batch
+    return losses, job, sum(job.dataset.sources[0].source.file.copied)
+
+
+@once
+def photos_alone():
+    """The file of images; losses, and parameters by name, of one card."""
+    path = os.path.join(os.environ["TRUTHS"], "photos.npy")  # a folder of this launch
+    draw = np.random.default_rng(0).standard_normal((3, 1, 1, 512, 512)).astype(np.float32)
+    np.save(path, np.concatenate([draw, np.tanh(3 * draw[..., ::-1, :])], 1))
+    losses, job, _ = train_on_photos(path, (1, 1, 1, 1), [world().rank])
+    return path, losses, {parameter.name: parameter.asnumpy() for parameter in job.optimizer.parameters}
+
+
+def check_photos(mode):
+    path, expected, parameters = photos_alone()
+    losses, job, read = train_on_photos(path, (1, 1, 2, 2), None, mode, [[None, None, "cp", "tp"]] * 2)
+    np.testing.assert_allclose(losses, expected, 1e-5)
+    assert losses[-1] < losses[0]
+    for parameter in job.optimizer.parameters:
+        np.testing.assert_allclose(parameter.asnumpy(), parameters[parameter.name], rtol=0, atol=1e-5)
+    needed = 5 * 2 * 256 * 256 * 4  # batches, arrays, rows, columns, bytes
+    assert needed <= read <= 1.05 * needed
+
+
+@on_ranks(4)
+def case_a_u_net_on_images_cut_by_height_and_width():
+    """The curve and the parameters of one card; of the file, each rank reads its part alone."""
+    check_photos(1)
+
+
+@on_ranks(nightly=(4,))
+def case_a_compiled_u_net_on_images_cut_by_height_and_width():
+    """In graph mode."""
+    check_photos(0)
