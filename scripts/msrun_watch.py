@@ -282,7 +282,6 @@ def report(failure, msrun_code, log_dir, logs):
     """
     rank, code = failure or (None, msrun_code)
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    how += ", for others that failed or wait, or by SIGTERM" if code == FOR_OTHERS else ""
     if failure is None:
         who, shown = "msrun", [log_dir / "scheduler.log", log_dir / "msrun.log"]
     elif rank is None:
@@ -292,13 +291,15 @@ def report(failure, msrun_code, log_dir, logs):
     else:
         who, shown = f"worker {rank}", [logs[rank]]
     texts = {path: "\n".join(readable_lines(path.read_bytes())) for path in (*shown, *logs.values()) if path.exists()}
+    reports = [found[0] for text in texts.values() if (found := REPORT.search(text))]
+    if code == FOR_OTHERS:
+        how += ", for others that failed or wait" if reports else ", as SIGTERM asks"
     seen = texts.get(next(iter(logs.values())), "")  # of the first worker
     for path in [*shown, *(path for path, text in texts.items() if CAUSE.search(text) and not REPORT.search(text))]:
         lines = texts.get(path, "").splitlines()[-LAST_LINES:] or ["(empty)"]
         if lines[-1] not in seen.splitlines():
             print(f"--- last lines of {path}", *lines, sep="\n", file=sys.stderr)
             seen = "\n".join((seen, *lines))
-    reports = [found[0] for text in texts.values() if (found := REPORT.search(text))]
     if reports and not REPORT.search(seen):
         print("--- the report of the other workers", reports[0].rstrip(), sep="\n", file=sys.stderr)
     print(f"msrun_launch.sh: {who} {how}; the other workers here were stopped. All logs: {log_dir}", file=sys.stderr)

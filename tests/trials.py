@@ -99,16 +99,20 @@ class Job:
     def wait(self, seconds, until=lambda: False):
         """Wait for the end of the job, or until something holds. Returns whether one of the two has come."""
         end = time.monotonic() + seconds
-        while self.process.poll() is None and time.monotonic() < end and not until():
+        while self.process.poll() is None and not until():
+            if time.monotonic() > end:
+                return False
             time.sleep(0.01)
-        return self.process.poll() is not None or until()
+        return True
 
 
 def disturb(job, rng, seconds=240):
     """One trial: wait for some steps, for the phase, and send a signal. Returns a line about it, None at the end."""
     number, phase, target = (rng.choices([*each], [*each.values()])[0] for each in (SIGNALS, PHASES, TARGETS))
     wanted = len(job.rows()) + rng.randint(1, 3) if phase != "starting" else 0
-    assert job.wait(seconds, lambda: len(job.rows()) >= wanted and target in job.processes()), "no step is done"
+    assert job.wait(seconds, lambda: len(job.rows()) >= wanted and target in job.processes()), job.output.read_text()[
+        -3000:
+    ]
     if phase == "saving":
         job.wait(seconds, job.is_saving)
     time.sleep(rng.random() * {"step": 0.4, "saving": 0.02, "starting": 12.0}[phase])
