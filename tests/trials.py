@@ -117,8 +117,10 @@ def disturb(job, rng, seconds=240):
         job.wait(seconds, job.is_saving)
     time.sleep(rng.random() * {"step": 0.4, "saving": 0.02, "starting": 12.0}[phase])
     process, step = job.processes().get(target), len(job.rows())
-    if job.process.poll() is not None or process is None:
+    if job.process.poll() is not None:
         return None
+    if process is None:  # it has ended meanwhile
+        return disturb(job, rng)
     process.send_signal(number)
     return f"{signal.Signals(number).name} at {target}, {phase}, after step {step}"
 
