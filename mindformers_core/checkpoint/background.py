@@ -11,6 +11,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
+from threading import Thread
 
 import numpy as np
 
@@ -35,11 +36,13 @@ class BackgroundSave:
 
     Attributes:
         folder: of the last checkpoint that was asked for; None before.
+        seconds: of that: "copy_seconds", which callers have waited for the copy since `start`; and, once a process has
+            written this rank's part, "write_seconds" from `start` on.
     """
 
     def __init__(self, ranks):
-        self._ranks, self.folder = ranks, None
-        self._plan = self._memory = self._faulting = self._process = None
+        self._ranks, self.folder, self.seconds = ranks, None, {}
+        self._plan = self._memory = self._faulting = self._process = self._clock = None
         self._worker, self._copying = ThreadPoolExecutor(1), None  # the `Future` of the copy and the process's start
         self._descriptors = ()  # of the snapshot, and of the parts of all ranks
 
@@ -126,12 +129,23 @@ class BackgroundSave:
                     later.append(pair)
         for each in copied:
             each.result()
-        self._copying = self._worker.submit(self._write, later, request)
+        self._copying, self.seconds = self._worker.submit(self._write, later, request), {"copy_seconds": 0.0}
+        measured = self._copying, self.seconds, time.perf_counter()
+        self._clock = Thread(target=self._measure, args=measured, daemon=True)
+        self._clock.start()
 
     def await_copies(self):
         """Wait until the moments are copied too: before they change."""
         if self._copying is not None:
+            started = time.perf_counter()
             wait([self._copying])
+            self.seconds["copy_seconds"] += time.perf_counter() - started
+
+    def _measure(self, copying, seconds, started):
+        """Wait for the process, beside everything else, and put its time into the dict `seconds`."""
+        wait([copying])
+        if (process := self._process) is not None and process.wait() == 0:
+            seconds["write_seconds"] = time.perf_counter() - started
 
     def await_writer(self, seconds):
         """Wait for this rank's own process, so long at most: after an error, when other ranks may not call `settle`."""
@@ -189,6 +203,7 @@ class BackgroundSave:
             with suppress(ProcessLookupError):
                 self._process.kill()
             self._process.wait()
+            self._clock.join()
             self._process.stdout.close()
             self._process = None
 

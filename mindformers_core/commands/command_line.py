@@ -1,4 +1,4 @@
-"""`python -m mindformers_core train | data | generate | verify | diff | compare | inspect | check | convert`."""
+"""`python -m mindformers_core train | data | generate | verify | diff | compare | recovery | inspect | check | …`."""
 
 import argparse
 import os
@@ -10,6 +10,15 @@ from mindformers_core.commands.compare import compare_runs
 from mindformers_core.commands.ending import end_by
 
 _DESCRIPTION = "Train Llama-style models from a YAML recipe, on a mesh, and generate with them."
+_TIMES = {  # of `recovery`
+    "mtbf": "mean time between failures of the whole job, as 6h; seconds without a unit of ms, s, min, h, d",
+    "step": "of a step",
+    "save": "that a save holds up training",
+    "background": "from there until the checkpoint is complete (default 0)",
+    "restart": "from a failure to the begin of the first new step, without loading",
+    "load": "of loading a checkpoint from disk (default 0)",
+    "preempted": "mean time between preemptions, which let the job save (default: none)",
+}
 
 
 def main(arguments=None):
@@ -40,7 +49,7 @@ def main(arguments=None):
 
 def _parser():
     parser = argparse.ArgumentParser(prog="python -m mindformers_core", description=_DESCRIPTION)
-    metavar = "train | data | generate | verify | diff | compare | inspect | check | convert"
+    metavar = "train | data | generate | verify | diff | compare | recovery | inspect | check | convert"
     commands = parser.add_subparsers(required=True, metavar=metavar)
     recipe = argparse.ArgumentParser(add_help=False)
     recipe.add_argument("--config", required=True, metavar="FILE", help="the recipe, as configs/llama_tiny_cpu.yaml")
@@ -80,6 +89,8 @@ def _parser():
     add("--keep", metavar="FOLDER", help="keep there what recipes record")
     add("--perturbed", metavar="FOLDER", help="A's run, recorded with monitor.perturb=1")
     add("overrides", nargs="*", metavar="section.key=value", help="keys of both recipes; a:… or b:… of one")
+    add = command("recovery", _recovery, "what failures cost a job, and the best interval between its checkpoints")
+    _add_recovery(add)
     folder = argparse.ArgumentParser(add_help=False)
     folder.add_argument("folder", metavar="FOLDER", help="a checkpoint, or a run folder: its newest one")
     command("inspect", partial(_look_at, "inspect"), "the tensors of a checkpoint as a table, and its state", folder)
@@ -90,6 +101,24 @@ def _parser():
     add("--config", metavar="FILE", help="the recipe of the model")
     add("overrides", nargs="*", metavar="section.key=value", help="keys of the recipe to exchange")
     return parser
+
+
+def _add_recovery(add):
+    add("--simulate", action="store_true", required=True, help="draw failures, and count what they cost")
+    add(
+        "--run",
+        dest="measured",
+        metavar="FOLDER",
+        help="a run with checkpoints: its step, save, background and restart",
+    )
+    for name, text in _TIMES.items():
+        add(f"--{name}", metavar="TIME", required=name == "mtbf", help=text)
+    add("--workers", type=_count, default=1, help="--mtbf is that of one of so many (default 1)")
+    add("--from-disk", type=float, default=1.0, metavar="PART", help="of the failures; others find all in memory (1)")
+    add("--intervals", type=_count, nargs="+", default=[], metavar="STEPS", help="further ones to compare")
+    add("--steps", type=_count, help="of the job: its time and number of restarts")
+    add("--seed", type=int, default=0, help="of the failures (default 0)")
+    add("--json", action="store_true", help="all figures, in seconds and parts of the wall time")
 
 
 def _count(text):
@@ -163,6 +192,12 @@ def _diff(arguments):
 
     sources = arguments.run_a, arguments.run_b
     return 0 if diff(sources, arguments.overrides, arguments.steps, arguments.keep, arguments.perturbed) else 1
+
+
+def _recovery(arguments):
+    from mindformers_core.commands.recovering import recovery
+
+    print(recovery(arguments))
 
 
 def _look_at(function, arguments):

@@ -37,8 +37,9 @@ from mindformers_core.trainer.checkpoints import (
 )
 from mindformers_core.trainer.evaluation import evaluate
 from mindformers_core.trainer.joining import enter_world
-from mindformers_core.trainer.measuring import model_operations, peak_memory
+from mindformers_core.trainer.measuring import model_operations, peak_memory, process_age
 from mindformers_core.trainer.recording import start_recording
+from mindformers_core.trainer.saving import Saving
 from mindformers_core.trainer.step import step_function
 
 
@@ -103,8 +104,10 @@ class Trainer:
         self._operations = self._operations_of_step()
         self._held_out = dataset_of(evaluated(recipe)) if recipe.evaluation.interval else None
         self._has_folder = False
+        self._saving = Saving(recipe.checkpoint, ranks_of(mesh, self.rank), self.checkpointer)
         if checkpoint is not None:
             resume(self, checkpoint)
+        self._first = self.step + 1
         if self.optimizer.average and self.step == 0:
             self.optimizer.average.begin()
         if recipe.monitor.perturb:
@@ -145,6 +148,8 @@ class Trainer:
                     row = self.train_step()
                     at_end, is_due = self.step == self.recipe.training.steps, "not_finite" in row
                     try:
+                        if self.step == self._first:
+                            row["start_seconds"] = process_age()
                         if recorder.count == 0:  # the first step has generated all programs
                             records.report_activations(self.recipe, self.mesh, self.rank, self.cells)
                         if is_due:
@@ -153,9 +158,9 @@ class Trainer:
                         if at_end or self.step % self.recipe.monitor.log_interval == 0:
                             peaks = ranks_of(self.mesh, self.rank).gather(peak_memory())
                             row["memory_bytes"], row["memory_rank"] = max((peaks[rank], rank) for rank in peaks)
-                        if section.enable_save and (at_end or self.step % section.save_interleaved_steps == 0):
+                        if section.enable_save and (self._saving.is_due(row) or at_end):
                             is_due = True
-                            save_job(self)
+                            self._saving.add(row, save_job(self))
                         if self._held_out and (at_end or self.step % self.recipe.evaluation.interval == 0):
                             row.update(self.evaluate())
                             if self.optimizer.average:
