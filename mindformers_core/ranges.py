@@ -30,10 +30,8 @@ def check_range(value, limits, path):
     if isinstance(value, tuple):
         for index, entry in enumerate(value):
             check_range(entry, limits, f"{path}[{index}]")
-    elif (
-        value is not None
-        and not isinstance(value, str)
-        and not all(_HOLDS[kind](value, limit) for kind, limit in limits.items())
+    elif not isinstance(value, (str, type(None))) and not all(
+        _HOLDS[kind](value, limit) for kind, limit in limits.items()
     ):
         allowed = " and ".join(f"{_WORDS[kind]} {limit}" for kind, limit in limits.items())
         raise ValueError(f"{path}: {_shown(value)} should be {allowed}")

@@ -35,9 +35,8 @@ class BackgroundSave:
         ranks: the `Ranks`.
 
     Attributes:
-        folder: of the last checkpoint that was asked for; None before.
-        seconds: of that: "copy_seconds", which callers have waited for the copy since `start`; and, once a process has
-            written this rank's part, "write_seconds" from `start` on.
+        folder: of the last checkpoint that was asked for; None before. seconds: from the return of `start` until this
+            rank's part of it was written, a dict with the key "write_seconds"; {} before.
     """
 
     def __init__(self, ranks):
@@ -129,23 +128,20 @@ class BackgroundSave:
                     later.append(pair)
         for each in copied:
             each.result()
-        self._copying, self.seconds = self._worker.submit(self._write, later, request), {"copy_seconds": 0.0}
-        measured = self._copying, self.seconds, time.perf_counter()
-        self._clock = Thread(target=self._measure, args=measured, daemon=True)
+        self._copying, self.seconds = self._worker.submit(self._write, later, request), {}
+        self._clock = Thread(target=self._measure, args=(self._copying, time.perf_counter()), daemon=True)
         self._clock.start()
+
+    def _measure(self, copying, started):
+        """Wait for the process, beside everything else."""
+        wait([copying])
+        if self._process is not None and self._process.wait() == 0:
+            self.seconds = {"write_seconds": time.perf_counter() - started}
 
     def await_copies(self):
         """Wait until the moments are copied too: before they change."""
         if self._copying is not None:
-            started = time.perf_counter()
             wait([self._copying])
-            self.seconds["copy_seconds"] += time.perf_counter() - started
-
-    def _measure(self, copying, seconds, started):
-        """Wait for the process, beside everything else, and put its time into the dict `seconds`."""
-        wait([copying])
-        if (process := self._process) is not None and process.wait() == 0:
-            seconds["write_seconds"] = time.perf_counter() - started
 
     def await_writer(self, seconds):
         """Wait for this rank's own process, so long at most: after an error, when other ranks may not call `settle`."""

@@ -63,8 +63,8 @@ class Checkpointer:
     Attributes:
         state: the dict of the loop's own in the loaded checkpoint; {} before.
         folder: as given; newest: that of the last checkpoint that was asked for, None before.
-        seconds: "save_seconds" that the last `begin_save` took; "copy_seconds" and "write_seconds" as of
-            `BackgroundSave`, of the checkpoint before that.
+        seconds: a dict: "save_seconds" that the last `begin_save` took; with `async_save` "write_seconds" from there
+            until this rank's part of the checkpoint before that was written.
         base: that of the weights beneath adapters, which checkpoints name and don't have; None: drawn from the seed.
     """
 

@@ -1,4 +1,4 @@
-"""`python -m mindformers_core train | data | generate | verify | diff | compare | recovery | inspect | check | …`."""
+"""`python -m mindformers_core train | data | generate | verify | diff | compare | recovery | inspect | …`."""
 
 import argparse
 import os
@@ -6,19 +6,11 @@ import signal
 import sys
 from functools import partial
 
+from mindformers_core.analysis.recovery import seconds_of
 from mindformers_core.commands.compare import compare_runs
 from mindformers_core.commands.ending import end_by
 
 _DESCRIPTION = "Train Llama-style models from a YAML recipe, on a mesh, and generate with them."
-_TIMES = {  # of `recovery`
-    "mtbf": "mean time between failures of the whole job, as 6h; seconds without a unit of ms, s, min, h, d",
-    "step": "of a step",
-    "save": "that a save holds up training",
-    "background": "from there until the checkpoint is complete (default 0)",
-    "restart": "from a failure to the begin of the first new step, without loading",
-    "load": "of loading a checkpoint from disk (default 0)",
-    "preempted": "mean time between preemptions, which let the job save (default: none)",
-}
 
 
 def main(arguments=None):
@@ -90,7 +82,8 @@ def _parser():
     add("--perturbed", metavar="FOLDER", help="A's run, recorded with monitor.perturb=1")
     add("overrides", nargs="*", metavar="section.key=value", help="keys of both recipes; a:… or b:… of one")
     add = command("recovery", _recovery, "what failures cost a job, and the best interval between its checkpoints")
-    _add_recovery(add)
+    for flag, (text, options) in _RECOVERY.items():
+        add(f"--{flag}", help=text, **options)
     folder = argparse.ArgumentParser(add_help=False)
     folder.add_argument("folder", metavar="FOLDER", help="a checkpoint, or a run folder: its newest one")
     command("inspect", partial(_look_at, "inspect"), "the tensors of a checkpoint as a table, and its state", folder)
@@ -103,29 +96,36 @@ def _parser():
     return parser
 
 
-def _add_recovery(add):
-    add("--simulate", action="store_true", required=True, help="draw failures, and count what they cost")
-    add(
-        "--run",
-        dest="measured",
-        metavar="FOLDER",
-        help="a run with checkpoints: its step, save, background and restart",
-    )
-    for name, text in _TIMES.items():
-        add(f"--{name}", metavar="TIME", required=name == "mtbf", help=text)
-    add("--workers", type=_count, default=1, help="--mtbf is that of one of so many (default 1)")
-    add("--from-disk", type=float, default=1.0, metavar="PART", help="of the failures; others find all in memory (1)")
-    add("--intervals", type=_count, nargs="+", default=[], metavar="STEPS", help="further ones to compare")
-    add("--steps", type=_count, help="of the job: its time and number of restarts")
-    add("--seed", type=int, default=0, help="of the failures (default 0)")
-    add("--json", action="store_true", help="all figures, in seconds and parts of the wall time")
-
-
 def _count(text):
     """A number of steps, tokens or prompts."""
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"'{text}' is no whole number from 1 on")
     return int(text)
+
+
+def _seconds(text):
+    try:
+        return seconds_of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+_NEEDED, _TIME = {"type": _seconds, "required": True, "metavar": "TIME"}, {"type": _seconds, "metavar": "TIME"}
+_RECOVERY = {  # flag: help, other arguments of add_argument
+    "simulate": ("draw failures, and count what they cost", {"action": "store_true", "required": True}),
+    "mtbf": ("mean time between failures of the job, as 6h; seconds without a unit of ms, s, min, h, d", _NEEDED),
+    "workers": ("--mtbf is that of one of so many", {"type": _count, "default": 1}),
+    "run": ("take step, save and background from this run", {"dest": "measured", "metavar": "FOLDER"}),
+    "step": ("of a step", _TIME),
+    "save": ("that a save holds up training", _TIME),
+    "background": ("from there until the checkpoint is complete (default 0)", _TIME),
+    "restart": ("from a failure to the begin of the first new step, without loading", _NEEDED),
+    "load": ("of loading a checkpoint from disk (default 0)", _TIME),
+    "from_disk": ("part of the failures after which the state isn't in memory (default 1)", {"type": float}),
+    "preempted": ("mean time between preemptions, before which the job saves (default: none)", _TIME),
+    "seed": ("of the failures (default 0)", {"type": int, "default": 0}),
+    "json": ("all figures, in seconds and parts of the wall time", {"action": "store_true"}),
+}
 
 
 # What commands do: each returns the exit code (None: 0).

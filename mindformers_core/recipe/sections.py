@@ -132,13 +132,13 @@ class Checkpoint:
     load_average: bool = False  # load the moving average of the weights in their place, and nothing else
 
     def __post_init__(self):
-        given, key = self.save_interleaved_steps, "save_interleaved_steps"
-        if isinstance(given, str) and given != "auto":
-            raise ValueError(f"{key}: {given!r} is neither a number of steps nor auto")
-        if given == "auto" and self.mtbf is None:
-            raise ValueError(f"mtbf: missing: {key}: auto needs the mean time between failures, as checkpoint.mtbf=6h")
-        if self.mtbf is not None:
-            seconds_of(self.mtbf, "mtbf")
+        steps = self.save_interleaved_steps
+        if isinstance(steps, str) and steps != "auto":
+            raise ValueError(f"save_interleaved_steps: {steps!r} is neither a number of steps nor auto")
+        if steps == "auto" and self.mtbf is None:
+            raise ValueError("mtbf: missing: save_interleaved_steps: auto needs the mean time between failures, as 6h")
+        with errors_at("mtbf: "):
+            seconds_of(1 if self.mtbf is None else self.mtbf)
 
 
 @dataclass(frozen=True)

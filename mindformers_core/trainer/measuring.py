@@ -1,8 +1,6 @@
 """What a job costs: the operations of its model by the captured graphs, and the memory of a process."""
 
-import os
 import resource
-import time
 
 import mindspore as ms
 
@@ -31,13 +29,6 @@ def model_operations(cells):
     counted = [(facts_of(node.operator).operations, node) for node in nodes]
     found = sum(count(operator_signature(node).sizes) for count, node in counted if callable(count))
     return found * (1 + BACKWARD_WORK)
-
-
-def process_age():
-    """Seconds since this process began (Linux)."""
-    with open("/proc/self/stat") as file:
-        began = int(file.read().rpartition(")")[2].split()[19])  # field 22, in ticks since the machine's start
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - began / os.sysconf("SC_CLK_TCK")
 
 
 def peak_memory():

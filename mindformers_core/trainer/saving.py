@@ -2,7 +2,8 @@
 
 from collections import deque
 
-from mindformers_core.analysis.recovery import Costs, Risks, best_interval, costs_of, seconds_of, time_shown
+from mindformers_core.analysis.recovery import Job, best_interval, costs_of, seconds_of
+from mindformers_core.hints import seconds_shown
 
 _FIRST, _MOST = 5, 1000  # steps before the first save with auto; those whose seconds are kept
 _NEWS = 1.1  # factor between intervals of which both are told
@@ -22,17 +23,18 @@ class Saving:
 
     def __init__(self, section, ranks, checkpointer):
         self._section, self._ranks, self._checkpointer = section, ranks, checkpointer
-        self._is_auto, self._interval = section.save_interleaved_steps == "auto", section.save_interleaved_steps
+        self._interval = None if section.save_interleaved_steps == "auto" else section.save_interleaved_steps
+        self._mtbf = None if self._interval else seconds_of(section.mtbf)
         self._rows, self._next, self._told = deque(maxlen=_MOST), None, 0
 
     def is_due(self, row):
         """Whether to save after the step of a `Row`: asked after each step, with one answer on all ranks."""
         step, every = row["step"], self._section.keep_every
-        if not self._is_auto:
+        if self._mtbf is None:
             return step % self._interval == 0
-        self._rows.append({"seconds": row["seconds"]})
         if self._next is None:
             self._next, self._interval = step + _FIRST - 1, _FIRST
+        self._rows.append({"seconds": row["seconds"]})
         return step >= self._next or (every > 0 and step % every == 0)
 
     def add(self, row, folder):
@@ -41,22 +43,17 @@ class Saving:
         Args:
             folder: of the checkpoint, None where it wasn't saved.
         """
-        if folder is not None:
-            row.update(self._checkpointer.seconds)
-        if not self._is_auto:
-            return
-        if folder is not None:
-            own = costs_of([*self._rows, row])
-            gathered = self._ranks.gather([own.step, own.save, own.background])
-            self._agree(Costs(*map(max, zip(*gathered.values()))))
-        self._next = row["step"] + self._interval
-
-    def _agree(self, costs):
-        given, mtbf = self._section.mtbf, seconds_of(self._section.mtbf, "checkpoint.mtbf")
-        interval = self._interval = best_interval(costs, Risks(mtbf))
-        if self._ranks.rank == 0 and not self._told / _NEWS <= interval <= self._told * _NEWS:
-            self._told = interval
-            print(
-                f"checkpoint.save_interleaved_steps: auto: every {interval} steps, since one takes "
-                f"{time_shown(costs.step)}, a save {time_shown(costs.save)}, and mtbf is {given}"
+        row.update({} if folder is None else self._checkpointer.seconds)
+        if self._mtbf is not None and folder is not None:
+            gathered = self._ranks.gather(costs_of([*self._rows, row])).values()
+            job = Job(
+                self._mtbf, **{name: max(own[name] for own in gathered) for name in ("step", "save", "background")}
             )
+            self._interval = best_interval(job)
+            if self._ranks.rank == 0 and not self._told / _NEWS <= self._interval <= self._told * _NEWS:
+                self._told, times = self._interval, tuple(map(seconds_shown, (job.step, job.save)))
+                print(
+                    f"checkpoint.save_interleaved_steps: auto: every {self._interval} steps, since one takes {times[0]}, "
+                    f"a save {times[1]}, and mtbf is {self._section.mtbf}"
+                )
+        self._next = row["step"] + self._interval

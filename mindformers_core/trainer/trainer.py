@@ -37,7 +37,7 @@ from mindformers_core.trainer.checkpoints import (
 )
 from mindformers_core.trainer.evaluation import evaluate
 from mindformers_core.trainer.joining import enter_world
-from mindformers_core.trainer.measuring import model_operations, peak_memory, process_age
+from mindformers_core.trainer.measuring import model_operations, peak_memory
 from mindformers_core.trainer.recording import start_recording
 from mindformers_core.trainer.saving import Saving
 from mindformers_core.trainer.step import step_function
@@ -107,7 +107,6 @@ class Trainer:
         self._saving = Saving(recipe.checkpoint, ranks_of(mesh, self.rank), self.checkpointer)
         if checkpoint is not None:
             resume(self, checkpoint)
-        self._first = self.step + 1
         if self.optimizer.average and self.step == 0:
             self.optimizer.average.begin()
         if recipe.monitor.perturb:
@@ -148,8 +147,6 @@ class Trainer:
                     row = self.train_step()
                     at_end, is_due = self.step == self.recipe.training.steps, "not_finite" in row
                     try:
-                        if self.step == self._first:
-                            row["start_seconds"] = process_age()
                         if recorder.count == 0:  # the first step has generated all programs
                             records.report_activations(self.recipe, self.mesh, self.rank, self.cells)
                         if is_due:
