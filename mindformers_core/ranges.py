@@ -19,7 +19,7 @@ def bounded(default, at_least=None, at_most=None, above=None, below=None):
 
 
 def check_range(value, limits, path):
-    """Raise `ValueError` for a number, or an entry of a tuple, out of its range. None and texts are allowed, NaN isn't.
+    """Raise `ValueError` for a number, or an entry of a tuple, out of its range. None and texts are allowed, not NaN.
 
     Args:
         value: the number, tuple of numbers, text or None; of any type where there are no limits.

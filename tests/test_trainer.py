@@ -42,8 +42,8 @@ def test_a_loop_of_the_users(tmp_path, capsys):
     Trainer(ONE_RANK, *options, *auto, f"training.output_dir={whole}").run()
     assert sorted(os.listdir(whole / "checkpoint")) == ["step_5", "step_6"]
     assert "save_interleaved_steps: auto: every 1 steps, since one takes" in capsys.readouterr().out
-    assert main(["recovery", "--simulate", "--run", str(whole), "--mtbf", "1h"]) == 0
-    assert "restart" in capsys.readouterr().out.splitlines()[0]
+    assert main(["recovery", "--simulate", "--run", str(whole), "--mtbf", "1h", "--restart", "9"]) == 0
+    assert "Daly's formula" in capsys.readouterr().out
     job, folder, waiting = Trainer(ONE_RANK, *options, f"training.output_dir={tmp_path / 'a'}"), tmp_path / "a", []
     for row in job.steps():
         waiting.append(isinstance(row.data["loss"], ms.Tensor))

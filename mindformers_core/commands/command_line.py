@@ -6,7 +6,6 @@ import signal
 import sys
 from functools import partial
 
-from mindformers_core.analysis.recovery import seconds_of
 from mindformers_core.commands.compare import compare_runs
 from mindformers_core.commands.ending import end_by
 
@@ -103,26 +102,18 @@ def _count(text):
     return int(text)
 
 
-def _seconds(text):
-    try:
-        return seconds_of(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-_NEEDED, _TIME = {"type": _seconds, "required": True, "metavar": "TIME"}, {"type": _seconds, "metavar": "TIME"}
-_RECOVERY = {  # flag: help, other arguments of add_argument
+_RECOVERY = {  # flag: help, other arguments of add_argument; times are texts
     "simulate": ("draw failures, and count what they cost", {"action": "store_true", "required": True}),
-    "mtbf": ("mean time between failures of the job, as 6h; seconds without a unit of ms, s, min, h, d", _NEEDED),
+    "mtbf": ("mean time between failures of the job, as 6h; seconds without a unit", {"required": True}),
     "workers": ("--mtbf is that of one of so many", {"type": _count, "default": 1}),
     "run": ("take step, save and background from this run", {"dest": "measured", "metavar": "FOLDER"}),
-    "step": ("of a step", _TIME),
-    "save": ("that a save holds up training", _TIME),
-    "background": ("from there until the checkpoint is complete (default 0)", _TIME),
-    "restart": ("from a failure to the begin of the first new step, without loading", _NEEDED),
-    "load": ("of loading a checkpoint from disk (default 0)", _TIME),
+    "step": ("time of a step", {}),
+    "save": ("time that a save holds up training", {}),
+    "background": ("time from there until the checkpoint is complete (default 0)", {}),
+    "restart": ("time from a failure to the begin of the first new step, without loading", {"required": True}),
+    "load": ("time of loading a checkpoint from disk (default 0)", {}),
     "from_disk": ("part of the failures after which the state isn't in memory (default 1)", {"type": float}),
-    "preempted": ("mean time between preemptions, before which the job saves (default: none)", _TIME),
+    "preempted": ("mean time between preemptions, before which the job saves (default: none)", {}),
     "seed": ("of the failures (default 0)", {"type": int, "default": 0}),
     "json": ("all figures, in seconds and parts of the wall time", {"action": "store_true"}),
 }

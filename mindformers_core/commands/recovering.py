@@ -3,7 +3,7 @@
 import json
 from dataclasses import asdict, fields
 
-from mindformers_core.analysis.recovery import Job, best_interval, costs_of, draw_failures, simulate
+from mindformers_core.analysis.recovery import Job, best_interval, costs_of, draw_failures, seconds_of, simulate
 from mindformers_core.commands.compare import read_rows
 from mindformers_core.hints import columns
 from mindformers_core.scopes import errors_at
@@ -21,13 +21,17 @@ def recovery(arguments):
         ValueError: a time is missing, or `from_disk` out of its range; a run that has saved nothing. FileNotFoundError:
             the run has no metrics.
     """
-    given = {name: value for entry in fields(Job) if (value := getattr(arguments, name := entry.name)) is not None}
+    given = {}
+    for entry in fields(Job):
+        if (value := getattr(arguments, entry.name)) is not None:
+            with errors_at(f"--{entry.name}: "):
+                given[entry.name] = seconds_of(value) if isinstance(value, str) else value
     if arguments.measured:
         with errors_at(f"{arguments.measured}: "):
             given = costs_of([*read_rows(arguments.measured).values()]) | given
     if missing := [name for name in ("step", "save") if name not in given]:
         raise ValueError(f"--{missing[0]}: missing: give its seconds, or --run with a run folder that has checkpoints")
-    job = Job(**given | {"mtbf": arguments.mtbf / arguments.workers})
+    job = Job(**given | {"mtbf": given["mtbf"] / arguments.workers})
     daly = best_interval(job)
     grid = sorted({max(1, round(daly * 2 ** (place / 2))) for place in _GRID})
     found = {interval: simulate(job, interval, draw_failures(job, _FAILURES, arguments.seed)) for interval in grid}

@@ -43,17 +43,18 @@ class Saving:
         Args:
             folder: of the checkpoint, None where it wasn't saved.
         """
-        row.update({} if folder is None else self._checkpointer.seconds)
-        if self._mtbf is not None and folder is not None:
-            gathered = self._ranks.gather(costs_of([*self._rows, row])).values()
-            job = Job(
-                self._mtbf, **{name: max(own[name] for own in gathered) for name in ("step", "save", "background")}
-            )
-            self._interval = best_interval(job)
-            if self._ranks.rank == 0 and not self._told / _NEWS <= self._interval <= self._told * _NEWS:
-                self._told, times = self._interval, tuple(map(seconds_shown, (job.step, job.save)))
-                print(
-                    f"checkpoint.save_interleaved_steps: auto: every {self._interval} steps, since one takes {times[0]}, "
-                    f"a save {times[1]}, and mtbf is {self._section.mtbf}"
-                )
+        if folder is not None:
+            row.update(self._checkpointer.seconds)
+            if self._mtbf is not None:
+                gathered = self._ranks.gather(costs_of([*self._rows, row])).values()
+                self._agree({name: max(own[name] for own in gathered) for name in ("step", "save", "background")})
         self._next = row["step"] + self._interval
+
+    def _agree(self, costs):
+        interval = self._interval = best_interval(Job(self._mtbf, **costs))
+        if self._ranks.rank == 0 and not self._told / _NEWS <= interval <= self._told * _NEWS:
+            self._told, times = interval, [seconds_shown(costs[name]) for name in ("step", "save")]
+            print(
+                f"checkpoint.save_interleaved_steps: auto: every {interval} steps, since one takes {times[0]}, a save "
+                f"{times[1]}, and mtbf is {self._section.mtbf}"
+            )
