@@ -50,7 +50,8 @@ class Variant:
     Attributes:
         name: as in the table and the JSON file.
         base: name of the variant that it is compared to; its own for a base case.
-        run: what is timed; called on every rank in `ranks` with what `prepare` returned as its arguments.
+        run: what is timed; called on every rank in `ranks` with what `prepare` returned as its arguments. Where it
+            returns a float, these seconds are taken: of a part of what it does.
         prepare: called before every `run`, untimed. Default: no arguments.
         ranks: the ranks that run it, while the others wait at a barrier; None for all.
         calls: how often one `run` does what is measured; its time is divided by that.
@@ -222,8 +223,9 @@ def _timed(variant, rank, barrier):
     if not runs_here:
         return None
     cpu, wall = time.process_time(), time.perf_counter()
-    variant.run(*arguments)
+    of_part = variant.run(*arguments)
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    wall = of_part if isinstance(of_part, float) else wall
     return wall / variant.calls, cpu / variant.calls
 
 

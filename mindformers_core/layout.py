@@ -35,10 +35,11 @@ class LayoutSpec:
     """The result of `layout(...)`: entries for tensor dims, not yet bound to a mesh.
 
     `entries[i]` is a tuple of axis names, major to minor, empty where the dim isn't sharded; at most one entry is
-    `...`, which stands for all dims that the others leave over, as they arrive.
+    `...`, which stands for all dims that the others leave over, as they arrive. `pad`: see `layout`.
     """
 
     entries: tuple
+    pad: bool | tuple = False
 
     def bind(self, mesh, ndim=None, arriving=None, name="tensor"):
         """The `Layout` of a tensor of `ndim` dims on `mesh`.
@@ -73,12 +74,16 @@ class LayoutSpec:
         return entries_shown(["..." if entry is ... else entry for entry in self.entries])
 
 
-def layout(*entries):
+def layout(*entries, pad=False):
     """A mesh-free layout, one entry per tensor dim, as `shard()` hooks write it (RFC ICY7S6).
 
     An entry is an axis name; a tuple of axis names, major to minor; `"cp_dp"`, which means `("cp", "dp")` where no axis
     is called `cp_dp`; `"None"` or `None` for a dim that isn't sharded; or (once) `...` for all remaining dims as
     they arrive: `layout(..., "tp")` speaks of the last dim alone.
+
+    With `pad=True`, of a weight only, ranks store zeros behind the end of a dim that its axes don't divide, so that
+    all parts are equal; with the sizes of the parts, `pad=(10, 20, 30, 4)`, behind each part, where one dim is cut.
+    Code and files have the weight without them; see `tensor_parallel.with_padding` and `manual_split`.
 
     Raises:
         TypeError: an entry of another type.
@@ -87,7 +92,7 @@ def layout(*entries):
     cleaned = tuple(_clean_entry(entry) for entry in entries)
     if cleaned.count(...) > 1:
         raise ValueError(f"layout{entries}: '...' may stand once")
-    return LayoutSpec(cleaned)
+    return LayoutSpec(cleaned, pad if pad in (True, False) else tuple(pad))
 
 
 class Layout(Immutable):
@@ -169,11 +174,11 @@ class Layout(Immutable):
         """This layout with one run of elements of each dim on each rank: no dim is strided."""
         return self.replace(dims=self.axes)
 
-    def local_shape(self, global_shape, name="tensor"):
+    def local_shape(self, global_shape, name="tensor", cure="other axes"):
         """Shape of every rank's part of a tensor of `global_shape`.
 
         Raises:
-            ValueError: another number of dims, or a dim that its axes don't divide.
+            ValueError: another number of dims, or a dim that its axes don't divide; `cure`: what else would do.
         """
         if len(global_shape) != len(self.dims):
             raise ValueError(
@@ -182,10 +187,14 @@ class Layout(Immutable):
         local = []
         for dim, (size, entry, axes) in enumerate(zip(global_shape, self.dims, self.axes)):
             count = self.mesh.axis_size(*axes)
-            if size % (count if entry == axes else parts_of(self.mesh, entry)):
+            parts = count if entry == axes else parts_of(self.mesh, entry)
+            if size % parts:
+                below = size - size % parts
+                near = f"{below} or {below + parts}" if below else str(parts)
                 raise ValueError(
                     f"{name} of shape {tuple(global_shape)}: dim {dim} has size {size}, which axes {', '.join(axes)} "
-                    f"of {self.mesh} would cut into {count} parts: choose a size that {count} divides, or other axes"
+                    f"of {self.mesh} would cut into {parts} parts: choose a size that {parts} divides, {near}, or "
+                    f"{cure}"
                 )
             local.append(size // count)
         return tuple(local)

@@ -7,6 +7,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$ROOT"
 prepare_environment
 export GLOG_v=${GLOG_v:-3}
+unset PYTHONDONTWRITEBYTECODE # which images of Python set: each of some 100 processes would compile the package anew
 if [ $# -eq 0 ]; then # in two halves: what needs no launch on both cores first
     failed=0
     bash scripts/test.sh -m "not ranks and not nightly" || failed=1

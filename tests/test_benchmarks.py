@@ -58,6 +58,8 @@ def test_a_call_is_timed_not_a_run(monkeypatch):
     monkeypatch.setattr(harness.time, "perf_counter", lambda: next(clock))
     wall, _ = harness._timed(harness.Variant("a", "a", lambda: None, calls=4), 0, lambda: None)
     assert wall == 2.0
+    monkeypatch.undo()
+    assert harness._timed(harness.Variant("a", "a", lambda: 0.5), 0, lambda: None)[0] == 0.5, "a part of it"
 
 
 def test_the_readme_keeps_all_but_the_figures(tmp_path):

@@ -16,6 +16,7 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 from support.checkpoint_states import FaultyFiles, Killed, QuickFiles, on_threads, state_on, tensors, without_threads
+from support.nightly import daily
 
 from mindformers_core.checkpoint import writer
 from mindformers_core.checkpoint.folders import find_checkpoint, prune, step_folder
@@ -147,7 +148,7 @@ def check_what_is_left(run, mesh, step, is_done):
     assert find_checkpoint(run) == step_folder(run, 4)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", daily(("new_step", "again", "beside_again", "four_ranks_beside"), CASES))
 def test_crash_matrix(tmp_path, template, monkeypatch, case):
     without_threads(monkeypatch)
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else tmp_path) as folder:

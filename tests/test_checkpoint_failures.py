@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.checkpoint_states import SHAPES, QuickFiles, state_on, tensors, without_threads
+from support.nightly import daily
 
 from mindformers_core.checkpoint.folders import find_checkpoint, prune, set_aside, step_folder
 from mindformers_core.checkpoint.load import check_checksums, open_checkpoint
@@ -20,8 +21,8 @@ def saved_step(run_folder, step):
     return folder
 
 
-def damaged_places(folder, rng):
-    """1,000 places in all files of a checkpoint: (path, position, name of the tensor or None); each region as often."""
+def damaged_places(folder, rng, count):
+    """So many places in all files of a checkpoint: (path, position, tensor's name or None); each region as often."""
     regions = [(path, 0, path.stat().st_size, None) for path in sorted(folder.rglob("*.json"))]
     tensors_found = open_checkpoint(str(folder)).tensors
     for path in sorted({placed.file for placed in tensors_found.values()}):
@@ -29,18 +30,19 @@ def damaged_places(folder, rng):
     for (_, name), placed in tensors_found.items():
         regions.append((Path(placed.file), placed.offset, placed.offset + placed.nbytes, name))
     assert len(regions) == 4 + 2 + 2 * len(SHAPES)
-    for number in range(1000):
+    for number in range(count):
         path, start, stop, name = regions[number % len(regions)]
         yield path, int(rng.integers(start, stop)), name
 
 
-def test_every_damage_is_seen(tmp_path, monkeypatch):
-    """1,000 flipped bits and truncations in all files: by loading on a mesh, and by checking; names file and tensor."""
+@pytest.mark.parametrize("count", daily([200], [200, 1000]))
+def test_every_damage_is_seen(tmp_path, monkeypatch, count):
+    """Flipped bits and truncations in all files: by loading on a mesh, and by checking; names file and tensor."""
     without_threads(monkeypatch)
     rng, folder = np.random.default_rng(7), tmp_path / "step_1"
     state_on(tensors(), "zero_tp").save(str(folder), DOCUMENTS)
     one, several = state_on(tensors(), "one"), state_on(tensors(), "pp_zero_tp")
-    for number, (path, position, name) in enumerate(list(damaged_places(folder, rng))):
+    for number, (path, position, name) in enumerate(list(damaged_places(folder, rng, count))):
         whole = path.read_bytes()
         data = bytearray(whole)
         if number % 10:

@@ -25,7 +25,7 @@ def step(**settings):
 
 
 def compiled_by(gradient_of):
-    return sorted(name for name, *_ in gradient_of._function._cells_compiled._graphs)
+    return sorted(name for name, *_ in gradient_of.function._cells_compiled._graphs)
 
 
 def test_alike_layers_share_a_compiled_function():
@@ -172,7 +172,7 @@ def test_compiled_functions_go_with_their_programs():
         net.factor = factor
         tree_of(net).forget_programs()
         losses.append(float(gradient_of(x)[0]) / factor**2)
-        assert len(compiled_by(gradient_of)) == 3 == len(gradient_of._function._cells_compiled._calls)
+        assert len(compiled_by(gradient_of)) == 3 == len(gradient_of.function._cells_compiled._calls)
     np.testing.assert_allclose(losses, losses[0], 1e-6)
 
 

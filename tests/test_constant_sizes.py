@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from mindspore import Tensor, mint, nn, ops
 from mindspore.ops.operations.nn_ops import DeformableOffsets
+from support.nightly import daily
 from support.small_cells import cell_of
 from support.verified_calls import MESH, Sample, eager, verified
 
@@ -77,7 +78,10 @@ WITHOUT_KERNEL = {  # and what NumPy gives
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [*CALLS, *WITHOUT_KERNEL])
+EVERY = [*CALLS, *WITHOUT_KERNEL]
+
+
+@pytest.mark.parametrize("name", daily(EVERY[::2], EVERY))
 def test_each_dim_cut(name):
     function, arrays, *known = (CALLS | WITHOUT_KERNEL)[name]
     sample = Sample(name, function, tuple(arrays), terms=False, known=known[0] if known else None)

@@ -14,7 +14,7 @@ from mindformers_core.recipe.sections import TrainDataset
 
 
 def stream(section, vocab_size=256):
-    return open_dataset(section, LlamaConfig(vocab_size=vocab_size), 0)
+    return open_dataset(section, LlamaConfig(vocab_size=vocab_size), 0, {})
 
 
 def opened(section, vocab_size=256):
@@ -119,25 +119,3 @@ def test_token_file_is_mapped(tmp_path):
     np.save(tmp_path / "tokens.npy", np.arange(1000, dtype=np.uint16))
     dataset = stream(section(tmp_path, tmp_path / "tokens.npy", seq_length=10), 1000)
     assert isinstance(dataset.sources[0].source.ids, np.memmap) and len(dataset.sources[0]) == 99
-
-
-@pytest.mark.parametrize(
-    "name, message",
-    [
-        ("missing.txt", "there is no file or folder '.*missing.txt'"),
-        ("missing.npy", "there is no file or folder '.*missing.npy'"),
-        ("empty", "holds no text files"),
-    ],
-)
-def test_missing_data_is_an_error_with_path_and_key(tmp_path, name, message):
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(FileNotFoundError, match=r"train_dataset\.data_path: .*" + message):
-        opened(section(tmp_path, tmp_path / name))
-
-
-def test_wrong_token_file_is_an_error(tmp_path):
-    np.save(tmp_path / "wrong.npy", np.zeros((3, 4)))
-    with pytest.raises(ValueError, match=r"^train_dataset.data_path: .*float64 of shape .*not one row of token ids"):
-        opened(section(tmp_path, tmp_path / "wrong.npy"))
-    with pytest.raises(ValueError, match="stands alone"):
-        opened(section(tmp_path, tmp_path / "wrong.npy", tmp_path))

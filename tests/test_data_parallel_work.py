@@ -7,6 +7,7 @@ import pytest
 from mindspore import Tensor, set_seed
 from models import EXAMPLES
 from models.authors import AUTHORS
+from support.nightly import daily
 from support.planned_models import captured
 
 from mindformers_core.communication.world import rank_of
@@ -50,7 +51,7 @@ def work_of(plan):
     return total
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", daily(list(MODELS)[::3], MODELS))
 def test_a_rank_of_two_does_half_of_the_work(name):
     one, two = data_parallel(MODELS[name])
     moves = [place.entry for place in operators_in_order(two) if isinstance(place.entry, Redistribution)]

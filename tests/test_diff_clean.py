@@ -49,6 +49,7 @@ def test_meshes_and_modes(tmp_path):
     assert _no_alarm(RUNS, tmp_path, "float32", 1) == 6
 
 
+@pytest.mark.nightly
 def test_half_precision(tmp_path):
     runs = {name: RUNS[name] for name in list(RUNS)[::3]}
     assert _no_alarm(runs, tmp_path, "float16", 1) == 1

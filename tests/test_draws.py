@@ -70,7 +70,7 @@ LIKE = {  # of a tensor
     "mint.dropout2d": lambda x: mint.nn.functional.dropout2d(x.reshape(*x.shape, 1, 1), 0.25, True).reshape(x.shape),
 }
 EVERY = [*DRAWS.items(), *LIKE.items()]
-TOGETHER = 9  # every ninth draw in one Cell
+TOGETHER = 15  # every fifteenth draw in one Cell
 MESHES = [((1,), ("dp",)), ((2,), ("dp",)), ((4,), ("dp",)), ((2, 2), ("dp", "tp"))]
 
 

@@ -36,7 +36,7 @@ def text():
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("title", daily(QUICK[::2], QUICK))
+@pytest.mark.parametrize("title", daily(QUICK[::3], QUICK))
 def test_an_error_is_as_on_the_page(results, text, title):
     case, (message, exit_code) = CASES[title], results[title]
     assert make_errors.problems(case, message, exit_code) == []

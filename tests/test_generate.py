@@ -85,14 +85,14 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize("name", daily(("tp 2, eager", "dp 2, tp 2", "pp 2 in a V"), MESHES))
+@pytest.mark.parametrize("name", daily(("dp 2, tp 2", "pp 2 in a V"), MESHES))
 def test_any_mesh_generates_the_same(trained, forward, one_card, name):
     """The same tokens on all ranks, logits of the last position where the last stage is; caches are cut."""
     found = generated(trained, *MESHES[name])
     check_against_forward(forward, found[0][0], next(passes for *_, passes, _ in found if passes[0] is not None))
     for greedy, drawn, passes, cells in found:
         assert (greedy, drawn) == one_card[:2]
-        assert all(each is None or each.shape == (4, 256) for each in passes)
+        assert all(each is None or each.shape == (4, 257) for each in passes)
         for cell in cells:
             assert len(programs(cell)) == (0 if "eager" in name else 2)
             for path, parameter in cell.parameters_and_names():
@@ -117,7 +117,7 @@ def test_a_prompt_for_itself_and_a_stop(trained, one_card):
     assert passes == len(row)
 
 
-@pytest.mark.parametrize("slots", [5, 1])
+@pytest.mark.parametrize("slots", daily([5], [5, 1]))
 def test_the_cache_is_verified(slots):
     """`verify`: every tensor of the pass over prompts, and of the pass for a token, on (dp 2, tp 2)."""
     recipe = recipe_of()

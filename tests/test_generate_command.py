@@ -160,10 +160,13 @@ class Words:
         return " ".join(self.words[number] for number in ids)
 
 
+KEYS = "vocab_size", "num_hidden_layers", "rope_theta", "intermediate_size", "head_dim"
+
+
 def recipe_of_theirs(tmp_path, changes=None):
     """With a Hugging Face folder."""
     write_folder(tmp_path / "theirs", CONFIG | (changes or {}), weights(CONFIG))
-    section = {key: CONFIG[key] for key in ("num_hidden_layers", "rope_theta", "intermediate_size", "head_dim")}
+    section = {key: CONFIG[key] for key in KEYS}
     return recipe_of(
         *mesh(), *(f"model.{key}={value}" for key, value in section.items()), "model.tie_word_embeddings=false",
         "model.max_position_embeddings=64",

@@ -25,6 +25,7 @@ PURE_FLOORS = (  # each imports only from those before it, and never MindSpore
     "components",
     "placement",
     "layout",
+    "padding",
     "batches",
     "redistribution",
     "operators",

@@ -69,12 +69,6 @@ def test_coordinates_and_groups_equal_an_array_of_ranks():
             assert mesh.rank_list[mesh.position(rank)] == rank
 
 
-def test_axes_in_another_order_order_the_group_otherwise(mesh):
-    assert mesh.group(0, ("dp", "tp")) == (0, 1, 2, 3, 4, 5, 6, 7)
-    assert mesh.group(0, ("tp", "dp")) == (0, 4, 1, 5, 2, 6, 3, 7)
-    assert mesh.group_index(4, ("tp", "dp")) == 1
-
-
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_sub_meshes_are_those_of_the_launched_rank(mesh, no_launcher, launcher):
     assert launch_rank() == 0 and mesh["tp"] == DeviceMesh((4,), ("tp",), (0, 1, 2, 3))
@@ -107,12 +101,6 @@ def test_meshes_are_values(mesh):
             setattr(mesh, name, 1)
     assert str(mesh) == "(dp=2, tp=4)" and eval(repr(others[2])) == others[2] and eval(repr(mesh)) == mesh
     assert 7 in mesh and 8 not in mesh and 8 in others[2] and 0 not in others[2]
-
-
-def test_axes_of_size_one_are_allowed():
-    mesh = DeviceMesh((1, 2, 1), ("pp", "dp", "tp"))
-    assert mesh.coordinate(1) == (0, 1, 0) and mesh.group(1, ("pp", "tp")) == (1,)
-    assert mesh.groups(("tp",)) == ((0,), (1,))
 
 
 def test_large_meshes_are_little_work():

@@ -3,6 +3,7 @@
 from math import prod
 
 import pytest
+from support.nightly import daily
 
 from mindformers_core.commands.shrinking import NARROWED, shrunk_recipe
 from mindformers_core.communication import shutdown
@@ -11,16 +12,16 @@ from mindformers_core.recipe.loader import recipe_from_dict
 SHARDS = {"data_parallel_shard": 16, "zero_level": 3}
 
 
-@pytest.mark.parametrize(
-    ("parallelism", "model", "mesh", "layers", "sizes"),
-    [
-        (SHARDS, {"vocab_size": 528}, (1, 2, 2, 1), 2, {"vocab_size": 258}),  # 16 x 2 don't divide 528, nor 2 x 2 258
-        (SHARDS | {"data_parallel_shard": 48}, {}, (1, 3, 2, 1), 2, {}),  # 48 and 3 don't divide sizes that 2 divide
-        (SHARDS | {"tensor_parallel": 8}, {"num_key_value_heads": 8}, (1, 2, 4, 1), 2, {"num_key_value_heads": 4}),
-        ({"pipeline_parallel": 6, "data_parallel_replicate": 4}, {}, (2, 2, 2, 3), 6, {}),
-        ({"pipeline_parallel": 4}, {}, (1, 2, 2, 4), 8, {}),  # 16 ranks are few
-    ],
-)
+CASES = [
+    (SHARDS, {"vocab_size": 528}, (1, 2, 2, 1), 2, {"vocab_size": 258}),  # 16 x 2 don't divide 528, nor 2 x 2 258
+    (SHARDS | {"data_parallel_shard": 48}, {}, (1, 3, 2, 1), 2, {}),  # 48 and 3 don't divide sizes that 2 divide
+    (SHARDS | {"tensor_parallel": 8}, {"num_key_value_heads": 8}, (1, 2, 4, 1), 2, {"num_key_value_heads": 4}),
+    ({"pipeline_parallel": 6, "data_parallel_replicate": 4}, {}, (2, 2, 2, 3), 6, {}),
+    ({"pipeline_parallel": 4}, {}, (1, 2, 2, 4), 8, {}),  # 16 ranks are few
+]
+
+
+@pytest.mark.parametrize(("parallelism", "model", "mesh", "layers", "sizes"), daily(CASES[::2], CASES))
 def test_fewer_ranks_with_the_same_plan(parallelism, model, mesh, layers, sizes):
     shutdown()
     own = {"hidden_size": 128, "intermediate_size": 352, "num_attention_heads": 8, "vocab_size": 512}

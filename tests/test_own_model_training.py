@@ -265,7 +265,7 @@ def test_data_that_are_no_batch(recipe, tmp_path, capfd, change, said):
     options = f"train_dataset.options={json.dumps({'change': change})}"
     assert main(["train", "--config", recipe, options, f"training.output_dir={tmp_path / 'run'}"]) == 2
     error = capfd.readouterr().err.splitlines()[-1]
-    assert error.startswith("error: train_dataset.factory: test_own_model_training:open_data: batch(")
+    assert error.startswith("error: test_own_model_training:open_data: batch(")
     assert re.search(said.replace("(", "\\(").replace(")", "\\)"), error), error
 
 
@@ -333,4 +333,4 @@ def test_no_place_for_the_bytes_of_texts(tmp_path, monkeypatch):
     for folder in (f"{tmp_path}/file/cache", "~nobody_here/cache"):
         section = TrainDataset(data_path=(__file__,), cache_dir=folder)
         with pytest.raises(OSError, match=f"^train_dataset.data_path: .*_dir {folder} can't get the tokens: "):
-            open_dataset(section, SimpleNamespace(vocab_size=256), 1)
+            open_dataset(section, SimpleNamespace(vocab_size=256), 1, {})

@@ -36,7 +36,7 @@ INTEGERS, FLOATS = Tensor(np.zeros(3, np.int32)), Tensor(array(2, 3))
     [
         ((Gives(FLOATS, None), Squares()), "step F0@0: output 1 of Gives is None of type NoneType: it should return a"),
         ((Gives(INTEGERS), Squares()), r"the Gives of stage 0 gave int32 \[3\]: without a floating tensor no gradient"),
-        ((Through(), Through()), r"the Through of stage 1, the last stage, should .* it gave float32 \[2, 4\]"),
+        ((Through(), Through()), r"the Through of stage 1 should return the loss.* it gave float32 \[2, 4\]"),
         ((Gives(FLOATS), Scale(1, True)), r"stage 1 \(rank 0\), step F0@1: with Float32 \(2, 3\) from stage 0: "),
         (
             (Gives(FLOATS, FLOATS), Squares()),

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from importlib import import_module
 from itertools import chain
 
@@ -24,14 +25,7 @@ from test_layers_of_the_house import MODULES, PACKAGE, ROOT, parse
 from mindformers_core.scopes import once
 
 HOME = f"{PACKAGE}.mindspore_private"
-OF_PYTHON = {
-    "_exit",
-    "_getframe",
-    "_data",
-    "_fields",
-    "_make",
-    "_replace",
-}  # of os, sys, os.environ, named tuples
+OF_PYTHON = {"_exit", "_getframe", "_data", "_fields", "_make", "_replace"}  # of os, sys, os.environ, named tuples
 
 
 def is_private(name):
@@ -63,10 +57,15 @@ def defined_in(tree):
 
 
 HOME_NAMES = {name for _, name, _ in names_in(parse(MODULES[HOME]))}
-OURS = {name for path in MODULES.values() for name in defined_in(parse(path))} | OF_PYTHON
 # of the objects that the package meets, which it could take for its own
 OBJECTS = Tensor(0.0), ms.Parameter(Tensor(0.0)), nn.Cell(), ops.ReLU(), default_generator
 OF_OBJECTS = set(filter(is_private, chain.from_iterable(map(dir, OBJECTS))))
+
+
+@cache
+def ours():
+    """Names that any of our modules defines."""
+    return {name for path in MODULES.values() for name in defined_in(parse(path))} | OF_PYTHON
 
 
 def private_uses(tree):
@@ -83,7 +82,7 @@ def private_uses(tree):
         elif getattr(node.value, "id", "") == "self" and name in own:
             is_ours = True
         else:
-            is_ours = name in OURS and name not in HOME_NAMES | OF_OBJECTS
+            is_ours = name in ours() and name not in HOME_NAMES | OF_OBJECTS
         if not is_ours:
             yield line, name
 

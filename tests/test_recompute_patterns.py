@@ -220,7 +220,6 @@ X = Tensor(np.ones((2, 4), np.float32))
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -228,17 +227,6 @@ X = Tensor(np.ones((2, 4), np.float32))
         ({"select": ["layers.*", "layers.4,1"]}, "recompute.select[1]: 'layers.4,1' is only partly there: below"),
         ({"full": True, "exclude": "layers.0-9"}, "recompute.exclude: 'layers.0-9' is only partly there: below"),
         ({"select": "layers.0.tanhh"}, "below 'layers.0' are 'weight', 'Tanh' (did you mean 'Tanh'?)"),
-    ],
-)
-def test_recompute_names_them(settings, message, compiled):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        prepare(recompute(sharded(), **settings), X, compiled=compiled)
-
-
-@pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
         ({"op_swap": {"layers.2-4": True}}, "swap.op_swap['layers.2-4']: 'layers.2-4' is only partly there: below"),
         ({"op_swap": {"*.tanhh": True}}, "swap.op_swap['*.tanhh']: '*.tanhh' matches no Cell or operator"),
         ({"op_swap": {"layers.0-1.tanh": {"layers": "2-3"}}},
@@ -249,9 +237,11 @@ def test_recompute_names_them(settings, message, compiled):
             "swap.op_swap['.matmul'].layers: there is no layer 7: the layers are 0 to 3"),
     ],
 )  # fmt: skip
-def test_swap_names_them(settings, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        prepare(swap(sharded(), **settings), X)
+def test_recompute_and_swap_name_them(settings, message):
+    swaps = "op_swap" in settings
+    for compiled in (False,) if swaps else (False, True):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            prepare((swap if swaps else recompute)(sharded(), **settings), X, compiled=compiled)
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -5,7 +5,7 @@ import pytest
 import test_propagation_random as programs
 from mindspore import nn
 from support.captured_models import MODELS, small_llama
-from support.nightly import seeds
+from support.nightly import daily, seeds
 from support.plan_checks import check_plan
 from support.plan_differences import first_difference
 from support.planned_models import captured
@@ -62,7 +62,10 @@ def test_random_programs_of_other_sizes(seed, monkeypatch):
         np.testing.assert_allclose(collect(local, place, expected.shape), expected, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "batch norm"])
+NAMES = [name for name in MODELS if name != "batch norm"]
+
+
+@pytest.mark.parametrize("name", daily(NAMES[::3], NAMES))
 def test_a_plan_on_its_own_graph_stays_as_it_is(name):
     given = model_of(name)
     plan = propagate(*given)

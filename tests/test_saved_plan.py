@@ -8,6 +8,7 @@ import pytest
 from mindspore import nn
 from models import EXAMPLES, axes_of
 from support.captured_models import MODELS, Reader, Writer, small_llama
+from support.nightly import daily
 from support.plan_checks import check_plan
 from support.planned_models import captured, planned
 
@@ -62,7 +63,10 @@ def same_plan(plan, other, known):
                 same_plan(one.plan, two.plan, known)
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "batch norm"])
+NAMES = [name for name in MODELS if name != "batch norm"]
+
+
+@pytest.mark.parametrize("name", daily({*NAMES[::3], "encoder"}, NAMES))
 def test_a_loaded_plan_is_the_one_saved(name, tmp_path):
     given = model_of(name)
     plan = propagate(*given)

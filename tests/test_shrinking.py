@@ -129,10 +129,18 @@ def check_sizes(large, small):
 
 @pytest.mark.nightly
 def test_70b_at_its_own_length():
+    """Its programs, and buckets."""
     recipe = load_recipe("configs/llama3_70b.yaml", ON_128)
     small, plans = shrunk_recipe(recipe)
-    check_shrunk(recipe, small, plans)
+    large, programs = check_shrunk(recipe, small, plans)
     assert small.model.hidden_size == 64
+    for number, layer in ((1, 19), (2, 20), (7, 61)):
+        stage = layer // 20
+        theirs, ours = (
+            sorted(len(b.members) for b in stages[stage][0].gathers if b.unit == f"model.layers.{place}")
+            for stages, place in ((large, layer), (programs, number))
+        )
+        assert theirs == [1, 1, 1, 4] and len(ours) > 1 and ours[-1] > 1
 
 
 @pytest.fixture
@@ -149,23 +157,15 @@ def layers(monkeypatch):
 
 
 def test_70b_on_128_ranks(layers):
-    """Its numbers: what remains of layers, micro-batches, sizes and buckets."""
+    """Its numbers: what remains of layers, micro-batches and sizes."""
     recipe = load_recipe("configs/llama3_70b.yaml", [*ON_128, "train_dataset.seq_length=768"])
-    small, plans = shrunk_recipe(recipe)
+    small, _ = shrunk_recipe(recipe)
     model = small.model
     assert layers == [0, 19, 20, 21, 40, 41, 60, 61]  # the first one of a stage has an argument
     assert small.parallelism.pipeline_parallel_layers_per_stage == (2, 2, 2, 2) and model.num_hidden_layers == 8
     plan = batch_plan(small, 4)
     assert plan.micro_batches == 5 and plan.runs == 2 == batch_plan(recipe, 4).runs
     assert model.hidden_size == model.num_attention_heads * model.head_dim and model.num_key_value_heads == 8
-    large, programs = check_shrunk(recipe, small, plans)
-    for number, layer in ((1, 19), (2, 20), (7, 61)):
-        stage = layer // 20
-        theirs, ours = (
-            sorted(len(b.members) for b in stages[stage][0].gathers if b.unit == f"model.layers.{place}")
-            for stages, place in ((large, layer), (programs, number))
-        )
-        assert theirs == [1, 1, 1, 4] and len(ours) > 1 and ours[-1] > 1
 
 
 def settings_of(layers, **sections):

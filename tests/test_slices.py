@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from mindspore import Tensor, mint, ops
+from support.nightly import daily
 from support.small_cells import cell_of
 from support.verified_calls import MESH, MESH_OF_4, Sample, eager, numbers, stopped, verified
 
@@ -99,7 +100,14 @@ WRITES = (
 )
 
 
-@pytest.mark.parametrize("sample", SLICES + SHIFTS + WRITES, ids=str)
+EVERY = SLICES + SHIFTS + WRITES
+BY_DAY = [
+    *EVERY[::2],
+    *(each for each in EVERY if str(each) in ("last", "at a new dim and places", "shift to the left")),
+]
+
+
+@pytest.mark.parametrize("sample", daily(BY_DAY, EVERY), ids=str)
 def test_as_on_one_card(sample):
     assert verified(sample) == sample.gathered
 

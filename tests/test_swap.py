@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
 from support.kept_tensors import bytes_of, tensors_in
+from support.nightly import daily
 from support.recomputed_models import INPUTS, Half, Net, drawn, equal, llama, sharded, steps_of, without
 from support.saved_tensors import scalar_of
 
@@ -99,7 +100,7 @@ FORETOLD = [
 ]
 
 
-@pytest.mark.parametrize("make, settings, recomputing", FORETOLD)
+@pytest.mark.parametrize("make, settings, recomputing", daily(FORETOLD[::2], FORETOLD))
 def test_what_is_saved_waits_on_the_host(monkeypatch, make, settings, recomputing):
     """What explain() foretells of each instruction, and nothing on the device but what wasn't swapped."""
     own_inputs = {Tied: Tensor(np.arange(8).reshape(2, 4), ms.int32), Views: Tensor(np.ones((4, 8), np.float32))}

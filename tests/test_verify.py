@@ -207,7 +207,7 @@ def test_structures_of_arguments_and_results():
     assert check.compared > 60
 
 
-@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("recomputed", daily([True], [False, True]))
 def test_dropout_draws_the_same_on_all_ranks(recomputed):
     def construct(self, x):
         return ops.mean(ops.square(ops.tanh(ops.dropout(self.drop(self.dense(x)), 0.3, self.training))))
@@ -262,7 +262,7 @@ def test_what_verify_takes():
 RECIPES = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
 
 
-@pytest.mark.parametrize("name", daily(("llama_tiny_pp", "llama_tiny_cpu_1p"), RECIPES))
+@pytest.mark.parametrize("name", daily(("llama_tiny_cpu_1p",), RECIPES))
 def test_every_recipe_at_its_least_sizes(name):
     packing = "documents" if name == "llama_tiny_pp" else "none"
     check = verify_recipe(load_recipe(str(ROOT / "configs" / f"{name}.yaml"), [f"train_dataset.packing={packing}"]))

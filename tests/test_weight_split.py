@@ -135,7 +135,12 @@ def source(net):
 @pytest.mark.parametrize(
     ("name", "compiled"),
     [
-        pytest.param(name, jit, id=f"{name}-{mode}", marks=[pytest.mark.nightly] * (jit and name == "llama"))
+        pytest.param(
+            name,
+            jit,
+            id=f"{name}-{mode}",
+            marks=[pytest.mark.nightly] * (jit and name in ("llama", "products", "others")),
+        )
         for name in MODELS
         for jit, mode in ((False, "pynative"), (True, "jit"))
     ],

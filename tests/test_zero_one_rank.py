@@ -11,6 +11,7 @@ from support.small_cells import cell_of
 from support.small_zero import Linear, Net, array, both_modes, check, expected, inputs
 
 from mindformers_core.mesh import DeviceMesh
+from mindformers_core.pipeline import PipelineStage, Schedule1F1B
 from mindformers_core.recompute import recompute
 from mindformers_core.sharding.sharded_cells import tree_of
 from mindformers_core.tensor_parallel import shard
@@ -41,6 +42,45 @@ def test_one_rank_just_works(make, level, compiled):
         assert one.name == other.name
         np.testing.assert_allclose(one.asnumpy(), other.asnumpy(), rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(net(inputs()).to_local().asnumpy(), reference(inputs()).asnumpy(), rtol=1e-5)
+
+
+class Counted(nn.Cell):
+    """A sum of losses, some elements dropped, and their number."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.drop = nn.Dense(4, 4), nn.Dropout(p=0.5)
+
+    def construct(self, x):
+        y = ops.square(self.drop(self.layer(x)))
+        return y.sum(), ops.cast((y > 1).sum(), ms.int32)
+
+
+@both_modes
+@pytest.mark.parametrize("loss", ["mean", "sum"])
+def test_one_stage_is_a_pipeline_of_one(loss, compiled):
+    """Its runs give the bits of micro-steps; the loss scale, labels of all runs, and what is dropped included."""
+    found = []
+    for as_stage in (False, True):
+        ms.manual_seed(3)
+        scale = LossScale(amp.DynamicLossScaler(8.0, 2, 1000))
+        net = hsdp(sharded(Counted()).set_train(), accumulate_grad_step=3)
+        for number, parameter in enumerate(net.trainable_params()):
+            parameter.set_data(Tensor(array(*parameter.shape, seed=number)))
+        options = {"compiled": compiled, "loss_scale": scale, "loss": loss}
+        gradient_of = None if as_stage else value_and_grad(net, **options)
+        schedule = Schedule1F1B(PipelineStage(net, 0, 1, **options), 1) if as_stage else None
+        for _ in range(2):
+            results = [(schedule.run if as_stage else gradient_of)(Tensor(array(6, 4, seed=run))) for run in range(3)]
+            gradients = scale.unscale(schedule.stages[0].gradients) if as_stage else results[-1][1]
+            losses = results if as_stage else [each for each, _ in results]
+            if as_stage:
+                schedule.stages[0].zero_gradients()
+            found.append([*(each[0].asnumpy() for each in losses), *(each.asnumpy() for each in gradients)])
+    for one, other in zip(found[:2], found[2:], strict=True):
+        for tensor, expected_tensor in zip(one, other, strict=True):
+            np.testing.assert_array_equal(tensor, expected_tensor)
+    assert (found[0][0] != found[1][0]).any()  # another step drops others
 
 
 class Branching(Net):

@@ -9,9 +9,10 @@ from mindspore import Tensor, amp, nn, ops
 from support.small_pipelines import Scale, array, pipeline
 
 from mindformers_core.mesh import init_device_mesh
+from mindformers_core.passes.step_gradients import StepGradients
 from mindformers_core.pipeline import PipelineStage
-from mindformers_core.pipeline.stage_gradients import StageGradients
-from mindformers_core.sharding.parameter_storage import ParameterStorage
+from mindformers_core.scopes import replaced
+from mindformers_core.sharding.parameter_storage import GradientSums, ParameterStorage
 from mindformers_core.sharding.sharded_cells import computing_parameters, tree_of
 from mindformers_core.tensor_parallel import shard
 from mindformers_core.zero import LossScale, MixedPrecision, gathered, hsdp, tie_shards
@@ -126,18 +127,46 @@ def test_whole_gradients_are_freed_as_they_are_reduced():
     """A stage holds none of them while the storage takes its shards bucket by bucket."""
     alive = []
 
-    class Storage(ParameterStorage):
-        def summed(self, gradients):
+    class Sums(GradientSums):
+        def take(self, gradients):
             references = [weakref.ref(gradient) for gradient in gradients]
             gradients.clear()
             alive.extend(reference() for reference in references)
-            return [Tensor(0.0) for _ in references]
 
-    gradients = StageGradients(nn.SequentialCell(nn.Dense(4, 4), nn.Dense(4, 4)), Storage())
-    gradients.begin(True, False)
+    class Storage(ParameterStorage):
+        gradient_sums = Sums
+
+    gradients = StepGradients(nn.SequentialCell(nn.Dense(4, 4), nn.Dense(4, 4)), Storage())
+    gradients.begin(training=True)
+    gradients.begin_adding()
     gradients.keep(0, tuple(Tensor(np.ones(3)) + 1 for _ in range(4)))
     gradients.add(0)
     assert alive == [None] * 4
+
+
+def test_a_run_that_failed_in_its_last_backward_pass():
+    """It has added to the gradients of the run before: an error asks to begin the step again."""
+    schedule = pipeline(cells(accumulate_grad_step=2), 1, loss_fn=loss_of)
+    x, named = Tensor(array(8, 4)), {"target": Tensor(array(8, 4, seed=3))}
+    with replaced(schedule.stages[0], backward_weight=None), pytest.raises(TypeError, match="step B0@0"):
+        schedule.run(x, **named)  # before there are any
+    schedule.run(x, **named)
+    with replaced(schedule.stages[0], backward_weight=None), pytest.raises(TypeError, match="step B0@0"):
+        schedule.run(x, **named)
+    for stage in schedule.stages:
+        with pytest.raises(ValueError, match="backward pass: call zero_gradients"):
+            schedule.run(x, **named)
+        with pytest.raises(ValueError, match="backward pass: call zero_gradients"):
+            _ = stage.gradients
+        stage.zero_gradients()
+    for _ in range(2):
+        schedule.run(x, **named)
+    found, (_, expected) = (
+        [gradient for stage in schedule.stages for gradient in stage.gradients],
+        gradients(cells(), False),
+    )
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one.asnumpy(), other.asnumpy(), 1e-5)
 
 
 def test_only_the_root_is_a_stage():

@@ -11,9 +11,10 @@ from mindformers_core.lowering.aliases import is_view, written_at
 from mindformers_core.lowering.in_place import is_in_place
 from mindformers_core.mindspore_private import Type
 from mindformers_core.operators.signature import is_float
+from mindformers_core.padding import narrowed
 from mindformers_core.program.graph import CellGraph, Constant, FreeVariable, KeptAttribute, ParameterUse
 from mindformers_core.program.structure import DType, Value, call_signature, tree_leaves, tree_map
-from mindformers_core.scopes import errors_at
+from mindformers_core.scopes import errors_at, replaced
 
 Made = namedtuple("Made", "call value")  # the result of a node, or an argument of the root
 Held = namedtuple("Held", "path")  # a parameter or constant at a path of the tree, or a tensor from elsewhere (None)
@@ -83,6 +84,9 @@ class OpenCall:
         return known[1]
 
     def _import(self, tensor, entry):
+        if "stored" in vars(tensor):
+            with replaced(self, cast=None):
+                return self.value_of(narrowed(tensor.stored, tensor.part_sizes, ops))
         if type(entry) is Made:
             value = self.new_value(tensor, entry.value.hint, entry.value.constant)
             self._outer.append(FreeVariable(value, self.tree.path(entry.call.cell), entry.call.number, entry.value.id))
@@ -94,7 +98,8 @@ class OpenCall:
                 return known
             local = self.tree.local_path(self.cell, tensor.original)
             value = self.new_value(tensor, entry.path.rpartition(".")[2])
-            self._parameters.append(ParameterUse(value, entry.path, local, tensor.original.requires_grad))
+            sizes = getattr(tensor.original, "part_sizes", ())
+            self._parameters.append(ParameterUse(value, entry.path, local, tensor.original.requires_grad, sizes))
         else:
             path = entry.path
             value = self.new_value(tensor, path.rpartition(".")[2] if path else "constant", constant=True)

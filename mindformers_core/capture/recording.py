@@ -23,6 +23,7 @@ from mindformers_core.lowering.in_place import is_in_place
 from mindformers_core.lowering.operator_source import attributes_of
 from mindformers_core.mindspore_private import NoFallbackGuard
 from mindformers_core.operators import TensorMeta
+from mindformers_core.padding import note_stored, stored_shape
 from mindformers_core.program.graph import CallNode, OperatorNode, PrimitiveUse
 from mindformers_core.program.structure import tree_leaves, tree_map
 from mindformers_core.scopes import replaced
@@ -51,7 +52,11 @@ class Recorder:
     def hold(self, tensor, path):
         """The stand-in of a tensor at `path` of the tree, or of a tensor that the tree doesn't own (None)."""
         shape = getattr(tensor, "global_shape", tensor.shape)  # a sharded Parameter holds a part only
-        return Traced.around(self, self.meta(shape, tensor.dtype), Held(path), tensor)
+        held = Traced.around(self, self.meta(shape, tensor.dtype), Held(path), tensor)
+        if hasattr(tensor, "part_sizes"):
+            whole = self.meta(stored_shape(tensor), tensor.dtype)
+            note_stored(held, Traced.around(self, whole, Held(path), tensor), tensor.part_sizes)
+        return held
 
     def input(self, leaf):
         """A leaf of the root's arguments, traced where it is a tensor or `TensorMeta`."""
@@ -156,6 +161,8 @@ class Recorder:
         parameter = tensor.original
         if hasattr(parameter, "unwritable"):
             raise self.error(parameter.unwritable)
+        if "stored" in vars(tensor):
+            raise self.error(f"parameter '{parameter.name}' is stored with padding, and a Cell can't write it")
         vars(tensor).setdefault("path", getattr(tensor.entry, "path", None))
         home, value = self.hold(parameter, tensor.path), self.stand_in(ops.stop_gradient(value))
         read = value

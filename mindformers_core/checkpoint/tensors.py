@@ -10,6 +10,7 @@ from mindformers_core.checkpoint.regions import local_box, shape_of, whole
 from mindformers_core.communication.messages import gather_values
 from mindformers_core.communication.tensor_bytes import numpy_dtype
 from mindformers_core.dtypes import dtype_name
+from mindformers_core.padding import own_slices, padded_array, padded_shape
 
 
 def ranks_of(mesh, rank):
@@ -130,15 +131,17 @@ def share_weights(cells):
 def _part(group, name, tensor, placed, rank):
     """The `Part` of a tensor that lies where the Parameter `placed` does."""
     layout, shape = getattr(placed, "layout", None), tuple(getattr(placed, "global_shape", placed.shape))
-    box = whole(shape) if layout is None else local_box(layout, shape, rank)
+    sizes = getattr(placed, "part_sizes", ())
+    box = whole(shape) if layout is None else local_box(layout, padded_shape(shape, sizes), rank)
     assert shape_of(box) == tuple(tensor.shape), (name, box, tensor.shape)
+    box = tuple((each.start, each.stop) for each in own_slices([slice(*ends) for ends in box], sizes))
     return Part(group, name, dtype_name(tensor.dtype), shape, box)
 
 
 def fill_parameter(parameter, array):
     """Give a Parameter the values of an array, of any dtype of as many bits, whose memory it keeps on CPU."""
-    dtype = numpy_dtype(parameter.dtype)
-    parameter.set_data(Tensor.from_numpy(np.ascontiguousarray(array).view(dtype).reshape(parameter.shape)))
+    values = np.ascontiguousarray(padded_array(array, parameter.shape)).view(numpy_dtype(parameter.dtype))
+    parameter.set_data(Tensor.from_numpy(values.reshape(parameter.shape)))
 
 
 def load_parameters(checkpoint, parts, ranks, converts=False, ignored=()):

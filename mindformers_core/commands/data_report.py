@@ -21,10 +21,10 @@ def data_report(recipe, count=2):
     total = training.steps * plan.samples
     lines = [f"{training.steps:,} steps of {plan.samples:,} samples: {total:,} samples"]
     if isinstance(dataset, Stream):
-        counts, weights = dataset.mixture.counts(total), dataset.mixture.weights
-        for source, own, weight in zip(dataset.sources, counts, weights, strict=True):
+        weights = dataset.mixture.weights
+        for source, epochs, weight in zip(dataset.sources, dataset.epochs(total), weights, strict=True):
             share = f"{weight / sum(weights):.1%} of the samples, " if len(weights) > 1 else ""
-            lines.append(f"{_about(source)}; {share}{own / len(source):.2f} epochs")
+            lines.append(f"{_about(source)}; {share}{epochs:.2f} epochs")
     arrays, decode = dataset.batch(0, count), _decoder(recipe, dataset)
     for row in range(count):
         lines += ["", f"sample {row}: " + ", ".join(f"{each.dtype} {list(each.shape[1:])}" for each in arrays)]

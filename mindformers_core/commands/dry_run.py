@@ -18,6 +18,7 @@ from mindformers_core.data.reading import micro_batch
 from mindformers_core.dtypes import ITEM_BYTES
 from mindformers_core.hints import any_layer, columns
 from mindformers_core.optimizers.settings import placed_lines
+from mindformers_core.padding import padding_note
 from mindformers_core.recipe.pipeline import recipe_timeline
 from mindformers_core.recipe.sections import batch_plan, recipe_mesh
 from mindformers_core.recompute.stages import check_stages
@@ -78,9 +79,9 @@ def dry_run(recipe):
     check_patterns(recipe)
     mesh = recipe_mesh(recipe)
     ranks = mesh.group(mesh.rank_list[0], ("pp",))
-    timeline = recipe_timeline(recipe) if len(ranks) > 1 else None
+    timeline = recipe_timeline(recipe)
     facts, summaries, placed = [], {}, {}
-    for rank, live in zip(ranks, timeline.peak_live if timeline else (1,), strict=True):
+    for rank, live in zip(ranks, timeline.peak_live, strict=True):
         with rank_of(mesh.size, rank, device_target=recipe.context.device_target):
             cells = build_cells(recipe, mesh, rank)
             facts.append(_facts_of_rank(recipe, cells, live))
@@ -88,7 +89,8 @@ def dry_run(recipe):
             summaries |= {stage: tree_of(net).activations.stage_summary() for stage, net in cells.items()}
     if any(summaries.values()):
         check_stages(recipe.recompute, recipe.swap, [summaries[stage] for stage in sorted(summaries)])
-    plan, kind = batch_plan(recipe, mesh.axis_size("dp")), "pipeline runs" if timeline else "micro-batches"
+    plan = batch_plan(recipe, mesh.axis_size("dp"))
+    kind = "micro-batches" if plan.micro_batches == 1 else "pipeline runs"
     head = (
         f"mesh        {mesh}: {mesh.size} ranks\n"
         f"batch       {plan.samples} sequences of {recipe.train_dataset.seq_length} tokens a step: {plan.ranks} dp "
@@ -97,7 +99,7 @@ def dry_run(recipe):
     ) + "".join(f"{line}\n" for line in placed_lines(placed, recipe.optimizer))
     if recipe.context.mode == 0 and recipe.context.device_target == "CPU":
         head += "memory      more than below: in graph mode MindSpore keeps 8 to 9 times the activations on CPU\n"
-    return head + (_pipeline_report(timeline, facts) if timeline else report(facts[0]))
+    return head + (_pipeline_report(timeline, facts) if len(ranks) > 1 else report(facts[0]))
 
 
 def _facts_of_rank(recipe, cells, live):
@@ -130,7 +132,9 @@ def _facts_of_rank(recipe, cells, live):
         plans = {plan.path: plan for plan in each.step.plans}
         for path, parameter in net.parameters_and_names():
             shapes = tuple(parameter.global_shape), plans[path].shape, plans[path].shard_shape(shards)
-            parameters[path] = ParameterFact(path, *shapes, str(parameter.layout), plans[path].reason)
+            note = padding_note(parameter)
+            layout = f"{parameter.layout}; {note}" if note else str(parameter.layout)
+            parameters[path] = ParameterFact(path, *shapes, layout, plans[path].reason)
     level = recipe.parallelism.zero_level if shards > 1 else 0
     return RankFacts(tuple(parameters.values()), level, shards, nbytes, tuple(lines))
 

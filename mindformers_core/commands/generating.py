@@ -9,7 +9,7 @@ from mindformers_core.checkpoint.load import read_json
 from mindformers_core.checkpoint.slices import FileLayer
 from mindformers_core.checkpoint.tensors import share_weights
 from mindformers_core.layout import layout
-from mindformers_core.recipe.pipeline import recipe_schedule
+from mindformers_core.recipe.pipeline import stage_holders
 from mindformers_core.serving.generator import Generator
 from mindformers_core.serving.prompts import encode_prompts, tokens_of
 from mindformers_core.serving.sampling import Sampling
@@ -84,9 +84,8 @@ def make_generator(recipe, mesh, rank, batch, length, count, checkpoint):
         ValueError: a model that has no caches; on all ranks: tensors that differ from the model's, a damaged file.
     """
     sizes, cells = replace(recipe.parallelism, sequence_parallel=False), {}
-    layers, stage_mesh, is_part = stages_of(recipe, mesh, rank)
-    pp_ranks, chunks = mesh.group(rank, ("pp",)), sizes.pipeline_parallel_interleave_num
-    holders = recipe_schedule(recipe).stage_ranks(len(pp_ranks) * chunks, len(pp_ranks)) if is_part else (0,)
+    layers, stage_mesh, _ = stages_of(recipe, mesh, rank)
+    pp_ranks, holders = mesh.group(rank, ("pp",)), stage_holders(recipe)
     for stage, part in layers.items():
         net = build_model(recipe, part).set_train(False)
         with ms.DeviceCtx("meta"):

@@ -16,13 +16,14 @@ from typing import NamedTuple
 
 from mindformers_core.communication.world import rank_of
 from mindformers_core.data.reading import micro_batch, sample_arrays
+from mindformers_core.padding import stored_shape
 from mindformers_core.program.plan import OperatorPlan, Redistribution
 from mindformers_core.program.structure import tree_leaves, tree_map
 from mindformers_core.propagation.resized import resized
 from mindformers_core.ranges import check_range
 from mindformers_core.recipe.checks import check_recipe
 from mindformers_core.recipe.pipeline import check_pipeline, layers_of_stages
-from mindformers_core.recipe.sections import batch_plan, micro_batches_of_a_run, recipe_mesh
+from mindformers_core.recipe.sections import batch_plan, micro_batch_size, micro_batches_of_a_run, recipe_mesh
 from mindformers_core.sharding.plan_passes import planned_call
 from mindformers_core.sharding.sharded_cells import tree_of
 from mindformers_core.trainer.cells import build_cells
@@ -131,7 +132,7 @@ def _planned_stages(recipe):
         outside, tensors = tuple(f"{path}." for path in dropped), set()
         for entry in {entry for _, inner in plan.walk() for entry in inner.instructions}:
             tensors |= {(value.shape, layout) for value, layout in (*entry.consumed, *entry.produced)}
-        tensors |= {(tuple(each.global_shape), each.layout) for each in tree.cells[""].get_parameters()}
+        tensors |= {(stored_shape(each), each.layout) for each in tree.cells[""].get_parameters()}
         own = [each.plan for each in tree.storage.parameters if not each.plan.path.startswith(outside)]
         return known.setdefault(decided, _Stage(kept, decided, partial(resized, plan, dropped=dropped), own, tensors))
 
@@ -243,10 +244,7 @@ def _with_layers(recipe, stages):
 def _with_few_micro_batches(recipe, has_empty_rows):
     """The recipe with as few micro-batches as exercise its schedule, with an empty row if it has any."""
     training, sizes = recipe.training, recipe.parallelism
-    if sizes.pipeline_parallel == 1:
-        small = replace(recipe, training=replace(training, local_batch_size=min(training.local_batch_size, _SEVERAL)))
-        return _with_empty_row(small) if has_empty_rows else small
-    whole, size = micro_batches_of_a_run(recipe), min(sizes.pipeline_parallel_microbatch_size, _SEVERAL)
+    whole, size = micro_batches_of_a_run(recipe), min(micro_batch_size(recipe), _SEVERAL)
     sizes = replace(sizes, pipeline_parallel_microbatch_size=size)
     for count in range(min(whole, sizes.pipeline_parallel + 1), whole + 1):
         small = replace(recipe, parallelism=sizes, training=replace(training, local_batch_size=count * size))

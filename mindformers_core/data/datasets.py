@@ -17,6 +17,9 @@ from mindformers_core.lazy_exports import import_object
 from mindformers_core.recipe.sections import Source
 from mindformers_core.scopes import errors_at
 
+_OF_TOKENS = "input_ids", "labels"  # inputs of a model
+_ANY = Exception, SystemExit  # the second would end a thread, and then the job, as if it were over
+
 
 class DataError(ValueError):
     """A dataset of the user's gave something else than samples."""
@@ -40,31 +43,46 @@ def dataset_of(recipe):
     if section.factory:
         dataset = _opened(section.factory, "train_dataset.factory", section, recipe.model, seed)
         with errors_at("train_dataset.factory: ", kinds=TypeError):
-            return given_dataset(dataset, section.factory, seed)
-    return open_dataset(section, recipe.model, seed)
+            return given_dataset(dataset, section.factory, seed, id_limits(recipe))
+    return open_dataset(section, recipe.model, seed, id_limits(recipe))
 
 
-def given_dataset(dataset, name, seed):
+def id_limits(recipe):
+    """Which arrays of a sample have token ids of the model's vocabulary, by the names of the model's inputs.
+
+    Returns:
+        A dict, place of the array -> `(vocab_size, a further value that it may have)`.
+    """
+    size, spec = getattr(recipe.model, "vocab_size", None), recipe.spec
+    names = {place: name for place, name in enumerate(spec.inputs) if name in _OF_TOKENS and size}
+    return {place: (size, spec.ignored.get(name, 0)) for place, name in names.items()}
+
+
+def given_dataset(dataset, name, seed, limits):
     """A dataset of an object of the user's, see `dataset_of`; one that is a dataset stays as it is.
 
+    Args:
+        dataset: the object. name: of it in errors. seed: of the order of samples. limits: see `id_limits`.
+
     Raises:
-        TypeError: an object of no such kind; `name` is its name there.
+        TypeError: an object of no such kind.
     """
     if hasattr(dataset, "resumed"):
         return dataset
     if hasattr(dataset, "create_tuple_iterator"):
-        return OwnDataset(InOrder(dataset), name, seed)
+        return OwnDataset(InOrder(dataset), name, seed, limits)
     if _is_indexed(dataset):
-        return Stream((Samples(dataset, name),), Mixture((1,)), seed)
+        return Stream((Samples(dataset, name, limits),), Mixture((1,)), seed)
     if hasattr(dataset, "batch"):
-        return OwnDataset(dataset, name, seed)
+        return OwnDataset(dataset, name, seed, limits)
     raise TypeError(
         f"{name}: {dataset!r} has neither len() and an index, nor a method batch(first, count): docs/data.md"
     )
 
 
-def open_dataset(section, model, seed):
-    """The `Stream` of a `train_dataset` section; `model` is the config of the model, with `vocab_size`.
+def open_dataset(section, model, seed, limits):
+    """The `Stream` of a `train_dataset` section; `model` is the config of the model, with `vocab_size`;
+    `limits`: see `id_limits`.
 
     Raises:
         FileNotFoundError: a path that doesn't exist, or a folder without files.
@@ -79,7 +97,7 @@ def open_dataset(section, model, seed):
         if source.factory:
             own = _opened(source.factory, f"{where}.factory", section, model, seed)
             with errors_at(f"{where}.factory: ", kinds=TypeError):
-                opened.append(Samples(own, source.factory))
+                opened.append(Samples(own, source.factory, limits))
             continue
         with errors_at(f"{where}.data_path: ", kinds=(OSError, ValueError)):
             tokens = open_tokens(source.data_path, os.path.expanduser(section.cache_dir), tokenizer, section.max_bytes)
@@ -95,6 +113,16 @@ def _opened(path, key, section, model, seed):
     return factory(section, model, seed)
 
 
+def _check_ids(arrays, limits, where):
+    """Raise `DataError` for a token id that isn't in `limits`, see `id_limits`; `where(place)` names its sample."""
+    for number in limits.keys() & range(len(arrays)):
+        found, (size, other) = arrays[number], limits[number]
+        odd = np.argwhere(((found < 0) | (found >= size)) & (found != other))
+        if len(odd):
+            place = tuple(odd[0].tolist())
+            raise DataError(f"{where(place)}: token {found[place]} in array {number}, but model.vocab_size is {size}")
+
+
 def _is_indexed(dataset):
     return hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
 
@@ -108,10 +136,12 @@ class Samples:
     array, a tuple with the slice of each dim, of step 1. All its samples have the shapes of sample 0.
 
     One thread at a time asks it for samples, as a file needs that is read at a place: a step's are read ahead.
+    `limits`: see `id_limits`.
     """
 
     source: object
     factory: str
+    limits: dict = field(default_factory=dict, hash=False)
     _lock: Lock = field(default_factory=Lock, init=False, repr=False, compare=False)
 
     def __post_init__(self):
@@ -129,35 +159,36 @@ class Samples:
         return tuple((array.shape, array.dtype) for array in self[0])
 
     def __getitem__(self, row):
-        with self._lock:
-            return self._checked(row, self.source[row])
+        return self._in_vocabulary(row, self._asked(row, lambda: self.source[row]))
 
     def part(self, row, cut):
         """The parts of a sample's arrays that `cut` names, see `Stream.batch`."""
-        sample = None if callable(getattr(self.source, "part", None)) else self[row]
+        sample = None if callable(getattr(self.source, "part", None)) else self._asked(row, lambda: self.source[row])
         shapes = tuple(shape for shape, _ in self.kinds) if sample is None else tuple(array.shape for array in sample)
         with errors_at(f"{self.factory}: sample {row}: ", kinds=ValueError):
             parts = cut(shapes)
         if sample is not None:
-            return tuple(array[slices] for array, slices in zip(sample, parts, strict=True))
-        with self._lock:
-            sample = self._checked(row, self.source.part(row, parts))
+            return self._in_vocabulary(row, [array[slices] for array, slices in zip(sample, parts, strict=True)])
+        sample = self._asked(row, lambda: self.source.part(row, parts))
         found = [array.shape for array in sample]
         wanted = [tuple(each.stop - each.start for each in slices) for slices in parts]
         if found != wanted:
             raise DataError(
                 f"{self.factory}: part({row}, …) should return arrays of shapes {wanted}, not {found}: docs/data.md"
             )
-        return sample
+        return self._in_vocabulary(row, sample)
 
-    def _checked(self, row, sample):
-        """A sample as a tuple. Raises `DataError` for anything but NumPy arrays."""
-        if (
-            isinstance(sample, (tuple, list))
-            and sample
-            and all(isinstance(each, (np.ndarray, np.generic)) for each in sample)
-        ):
-            return tuple(sample)
+    def _in_vocabulary(self, row, arrays):
+        _check_ids(arrays, self.limits, lambda _: f"{self.factory}: sample {row}")
+        return tuple(arrays)
+
+    def _asked(self, row, read):
+        """A sample as a tuple. Raises `DataError` for anything but NumPy arrays, and for any other error."""
+        with self._lock, errors_at(f"{self.factory}: sample {row}: ", kinds=_ANY, kind=DataError):
+            sample = read()
+        arrays = sample if isinstance(sample, (tuple, list)) else ()
+        if arrays and all(isinstance(each, (np.ndarray, np.generic)) for each in arrays):
+            return tuple(arrays)
         raise DataError(
             f"{self.factory}: sample {row} should be a tuple of NumPy arrays, not {type(sample).__name__}: docs/data.md"
         )
@@ -171,28 +202,31 @@ class Samples:
 class OwnDataset:
     """A user's dataset, `source`, that the function `factory` has opened; what it gives is checked.
 
-    One thread at a time asks it for samples, as of `Samples`.
+    One thread at a time asks it for samples, as of `Samples`, of which `limits` are.
     """
 
     source: object
     factory: str
     seed: int = 0
+    limits: dict = field(default_factory=dict, hash=False)
     _lock: Lock = field(default_factory=Lock, init=False, repr=False, compare=False)
 
     def batch(self, first, count):
         """A tuple of NumPy arrays of `count` rows. Raises `DataError` for anything else."""
-        found = "it raised StopIteration"
-        with self._lock, suppress(StopIteration):
+        found, kinds = "it raised StopIteration", {}
+        where = errors_at(f"{self.factory}: samples {first} to {first + count - 1}: ", kinds=_ANY, kind=DataError)
+        with self._lock, where, suppress(StopIteration):
             arrays = self.source.batch(first, count)
             kinds = {type(each).__name__ for each in arrays} if isinstance(arrays, (tuple, list)) else {}
             found = f"it returned a {type(arrays).__name__}{f' of {first_of(sorted(kinds))}' if kinds else ''}"
-            if kinds == {"ndarray"}:
-                found = f"it returned arrays of {first_of([*map(len, map(np.atleast_1d, arrays))])} rows"
-                if all(array.shape[:1] == (count,) for array in arrays):
-                    return tuple(arrays)
+        if kinds == {"ndarray"}:
+            found = f"it returned arrays of {first_of([*map(len, map(np.atleast_1d, arrays))])} rows"
+            if all(array.shape[:1] == (count,) for array in arrays):
+                _check_ids(arrays, self.limits, lambda place: f"{self.factory}: sample {first + place[0]}")
+                return tuple(arrays)
         raise DataError(
-            f"train_dataset.factory: {self.factory}: batch({first}, {count}) should return a tuple of NumPy arrays of "
-            f"{count} rows, from a stream that doesn't end: {found}: docs/models.md"
+            f"{self.factory}: batch({first}, {count}) should return a tuple of NumPy arrays of {count} rows, "
+            f"from a stream that doesn't end: {found}: docs/models.md"
         )
 
     def state(self):
@@ -221,7 +255,7 @@ class InOrder:
             for row in self._dataset.create_tuple_iterator(num_epochs=1, output_numpy=True):
                 yield row
             if row is None:
-                raise DataError("train_dataset.factory: the dataset is empty")
+                raise DataError("a mindspore.dataset should have rows, this one has none: docs/data.md")
 
     def batch(self, first, count):
         """Samples `first` … `first + count - 1`: a tuple of arrays."""

@@ -6,6 +6,7 @@ from types import MappingProxyType
 import numpy as np
 
 from mindformers_core.hints import first_of, install_hint
+from mindformers_core.scopes import errors_at
 
 _FIELDS = ("input_ids", "messages", "text")
 
@@ -41,8 +42,9 @@ def documents_of(path, suffix, tokenizer):
 
 
 def _ids(row, where):
-    ids = np.asarray(row["input_ids"])
-    labels = None if row.get("labels") is None else np.asarray(row["labels"])
+    with errors_at(f"{where}: "):  # lists of different lengths
+        ids = np.asarray(row["input_ids"])
+        labels = None if row.get("labels") is None else np.asarray(row["labels"])
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise ValueError(f"{where}: input_ids of {ids.dtype} {list(ids.shape)} should be whole numbers in a row")
     if labels is not None and (labels.shape != ids.shape or ((labels != -100) & (labels != ids)).any()):
@@ -53,7 +55,8 @@ def _ids(row, where):
 
 
 def _json_lines(path):
-    with open(path, encoding="utf-8") as file:
+    unread = errors_at(f"{path} can't be read as JSON lines: ", kinds=(OSError, UnicodeDecodeError))
+    with unread, open(path, encoding="utf-8") as file:
         for number, line in enumerate(file):
             if line.strip():
                 try:
@@ -70,7 +73,7 @@ def _parquet(path):
     try:
         for batch in parquet.ParquetFile(path).iter_batches(1024):
             yield from batch.to_pylist()
-    except ArrowException as error:
+    except (OSError, ArrowException) as error:
         raise ValueError(f"{path} can't be read as Parquet: {error}") from error
 
 

@@ -8,6 +8,7 @@ import fcntl
 import glob
 import hashlib
 import os
+import re
 import shutil
 import sysconfig
 import zlib
@@ -17,6 +18,7 @@ from types import MappingProxyType
 
 import numpy as np
 
+from mindformers_core.data.mapped import intact
 from mindformers_core.data.megatron import open_megatron
 from mindformers_core.data.rows import READERS, documents_of
 from mindformers_core.hints import first_of
@@ -24,6 +26,7 @@ from mindformers_core.scopes import errors_at
 
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
 _SAMPLE = 2**16  # tokens of a checksum
+_BESIDE = re.compile(r"\.mindrecord(\d*\.db|0*[1-9]\d*)$")  # what a reader of a file, or of the first of several, reads
 
 
 @dataclass(frozen=True)
@@ -46,9 +49,9 @@ class Tokens:
         """The tokens `first` … `end - 1`, int32.
 
         Raises:
-            ValueError: a token id that the model doesn't have; names file and place.
+            ValueError: a token id that the model doesn't have; names file and place. A file that has been cut off.
         """
-        found = np.asarray(self.ids[first:end], np.int64)
+        found = np.asarray(intact(self.ids)[first:end], np.int64)
         odd = np.flatnonzero((found < 0) | (found >= vocab_size))
         if len(odd):
             token, place = found[odd[0]], first + odd[0]
@@ -58,16 +61,11 @@ class Tokens:
 
     def about(self):
         """What has to be the same in a resumed run: sizes, and a checksum of the first and the last tokens."""
-        ends = np.concatenate([self.ids[:_SAMPLE], self.ids[-_SAMPLE:]])
-        found = {
-            "name": os.path.basename(self.name),
-            "tokens": len(self.ids),
-            "documents": len(self.starts),
-            "checksum": zlib.crc32(ends.tobytes()),
-        }
-        if self.labels is not None:
-            ends = np.concatenate([self.labels[:_SAMPLE], self.labels[-_SAMPLE:]])
-            found["checksum of labels"] = zlib.crc32(ends.tobytes())
+        name = os.path.basename(self.name)
+        found = {"name": name, "tokens": len(self.ids), "documents": len(self.starts)}
+        for key, array in {"checksum": self.ids, "checksum of labels": self.labels}.items():
+            if array is not None:
+                found[key] = zlib.crc32(np.concatenate([array[:_SAMPLE], array[-_SAMPLE:]]).tobytes())
         return found
 
 
@@ -88,7 +86,8 @@ def open_tokens(paths, cache, tokenizer=None, max_bytes=None):
         OSError: a file can't be read, or the cache can't be written.
     """
     files = text_files(paths)
-    suffixes = {suffix if (suffix := os.path.splitext(name)[1]) in {*_OPENERS, *READERS} else "" for name in files}
+    files = [name for name in files if not _BESIDE.search(name)] or files
+    suffixes = {suffix if (suffix := _suffix(name)) in {*_OPENERS, *READERS} else "" for name in files}
     if len(suffixes) > 1:
         kinds = ", ".join(sorted(suffix or "text" for suffix in suffixes))
         raise ValueError(f"{first_of(files)}: files of several kinds ({kinds}): give each a source of its own")
@@ -98,17 +97,26 @@ def open_tokens(paths, cache, tokenizer=None, max_bytes=None):
             raise ValueError(f"{files[0]} stands alone, not beside {files[1]}: give each a source of its own")
         return Tokens(*_OPENERS[suffix](files[0]), files[0])
     folder, name = _cached(files, suffix, tokenizer, max_bytes, cache), first_of(files, 1)
-    ids = np.memmap(os.path.join(folder, "ids"), np.int32 if suffix or tokenizer else np.uint8, "r")
-    labels = os.path.join(folder, "labels")
-    labels = np.memmap(labels, bool, "r") if os.path.exists(labels) else None
-    return Tokens(ids, np.memmap(os.path.join(folder, "starts"), np.int64, "r"), name, labels)
+    with errors_at(f"{folder} can't be read, so remove it: "):
+        ids = np.memmap(os.path.join(folder, "ids"), np.int32 if suffix or tokenizer else np.uint8, "r")
+        starts, labels = np.memmap(os.path.join(folder, "starts"), np.int64, "r"), os.path.join(folder, "labels")
+        labels = np.memmap(labels, bool, "r", shape=ids.shape) if os.path.exists(labels) else None
+    return Tokens(ids, starts, name, labels)
+
+
+def _suffix(name):
+    """That of a file; also of one of several files that MindSpore has written together, `.mindrecord0`."""
+    return re.sub(r"^(\.mindrecord)\d+$", r"\1", os.path.splitext(name)[1])
 
 
 def _row_of_ids(path):
     """The ids of a `.npy` file, one document."""
-    ids = np.load(path, mmap_mode="r")
+    with errors_at(f"{path} can't be read as .npy: ", kinds=(OSError, ValueError, EOFError)):
+        ids = np.load(path, mmap_mode="r")
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise ValueError(f"{path} holds {ids.dtype} of shape {ids.shape}, not one row of token ids")
+    if os.path.getsize(path) != ids.offset + ids.nbytes:
+        raise ValueError(f"{path} has {os.path.getsize(path)} bytes, not {ids.offset + ids.nbytes} of {len(ids)} ids")
     return ids, (0,)
 
 
@@ -200,8 +208,10 @@ def _documents(files, suffix, tokenizer, max_bytes):
             continue
         if room is not None and room <= 0:
             return
-        with open(path, "rb") as file:
+        with errors_at(f"{path} can't be read: ", kinds=OSError), open(path, "rb") as file:
             text = file.read(room)
+        if b"\0" in text:
+            raise ValueError(f"{path} is no text, it has zero bytes: docs/data.md says what can be read")
         if tokenizer is None:
             text = (text + b"\0")[:room]
         room = None if room is None else room - len(text)

@@ -45,7 +45,7 @@ class Sequences:
 
     def __post_init__(self):
         count = len(self.source.ids)
-        if len(self) < 1 or count < 2:
+        if count < 2 or len(self) < 1:
             raise ValueError(
                 f"{self.source.name}: {count} tokens are too few for one sequence of train_dataset.seq_length "
                 f"{self.seq_length} and the token after it: give more text"
@@ -145,6 +145,18 @@ class Stream:
         counts = self.mixture.counts(end)
         return tuple(count / len(source) for count, source in zip(counts, self.sources, strict=True))
 
+    def begun(self, first, end):
+        """A clause about the epochs after their first one that sources begin in samples `first` … `end - 1`; or ""."""
+        said, places = [], np.transpose(self.mixture.places(first, end - first))
+        counts = zip(self.sources, self.mixture.counts(first), self.mixture.counts(end), strict=True)
+        for number, (source, before, after) in enumerate(counts):
+            epoch, last = max(1, -(-before // len(source))), (after - 1) // len(source)  # counted from 0
+            if epoch <= last:
+                place = first + np.flatnonzero((places == (number, epoch * len(source))).all(1))[0]
+                more = f", and epochs up to {last + 1} after it" if last > epoch else ""
+                said.append(f"source {number} begins epoch {epoch + 1} with sample {place}{more}")
+        return ", ".join(said)
+
     def state(self):
         """What a checkpoint keeps of the data, as JSON: `facts`, which tell other data, and the `mixture` so far."""
         facts = {"seed": self.seed, "weights": list(self.mixture.weights)}
@@ -204,11 +216,12 @@ class Ahead:
         self._read, self._pool, self._next = read, None, None
 
     def get(self, position, following):
-        """The batch at a position; that at `following` is begun."""
+        """The batch at a position; that at `following` is begun, unless that is None."""
         known, self._next = self._next, None
         batch = known[1].result() if known and known[0] == position else self._read(position)
-        self._pool = self._pool or ThreadPoolExecutor(1, "data")
-        self._next = following, self._pool.submit(self._read, following)
+        if following is not None:
+            self._pool = self._pool or ThreadPoolExecutor(1, "data")
+            self._next = following, self._pool.submit(self._read, following)
         return batch
 
     def close(self):

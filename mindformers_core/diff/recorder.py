@@ -16,6 +16,7 @@ from mindformers_core.diff.runs import NO_PASS, layout_text, row_files, write_ro
 from mindformers_core.diff.tolerance import EPS
 from mindformers_core.dtypes import dtype_name
 from mindformers_core.mindspore_private import needs_gradient
+from mindformers_core.padding import padded_shape, sizes_of_parts
 from mindformers_core.program.graph import ParameterUse
 from mindformers_core.program.observer import Observer
 from mindformers_core.program.plan import Redistribution
@@ -82,7 +83,7 @@ class DigestRecorder(ProgramObserver):
             self._paths = self._paths or parameter_paths(self._roots)
             path, local = self._paths.get(id(parameter), parameter.name), parameter
             name, about = f"parameter {path}", (path.rpartition(".")[0], "parameter", path)
-        shape = local.shape if layout is None else layout.global_shape(local.shape)
+        shape = getattr(local, "global_shape", local.shape)
         self._table["facts"].setdefault(name, tensor_facts(*about, shape, dtype_name(local.dtype)))
         self._add(self._entry(what, name, layout), tensor, label)
 
@@ -135,8 +136,9 @@ class DigestRecorder(ProgramObserver):
         shape = self._table["facts"][name]["shape"]
         local, starts = tuple(shape), (0,) * len(shape)
         if layout is not None:
-            starts = tuple(tuple(run.start for run in runs) for runs in layout.local_runs(local, self.rank))
-            local = layout.local_shape(local)
+            whole = padded_shape(local, sizes_of_parts(layout, local, True, name))  # zeros don't change a digest
+            starts = tuple(tuple(run.start for run in runs) for runs in layout.local_runs(whole, self.rank))
+            local = layout.local_shape(whole)
         return len(self._table["rows"]) - 1, local, starts
 
 

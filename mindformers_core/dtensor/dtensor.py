@@ -9,7 +9,7 @@ import copy
 import math
 from operator import attrgetter
 
-from mindspore import Parameter, Tensor, ops
+from mindspore import Parameter, Tensor, mint, ops
 
 from mindformers_core.algorithms.redistribute import redistribute_local
 from mindformers_core.communication import world
@@ -19,6 +19,7 @@ from mindformers_core.lowering.aliases import check_memory, note_adopted, note_w
 from mindformers_core.lowering.indexing import IndexedTensor, of_whole
 from mindformers_core.mindspore_private import make_subclass, pynative_executor
 from mindformers_core.operators import tensor_meta
+from mindformers_core.padding import narrowed, note_stored, own_slices, padded_shape, stored_shape
 
 
 class DTensor(IndexedTensor):
@@ -250,8 +251,11 @@ def placed_parameter(parameter, layout, global_shape=None):
         raise ValueError(f"parameter '{parameter.name}': a parameter is sharded or replicated, not {layout}")
     shape = tuple(parameter.shape) if global_shape is None else global_shape
     if any(layout.dims):
-        layout.local_shape(shape, f"parameter '{parameter.name}'")
-        part = parameter if global_shape is not None else parameter.value()[layout.local_slices(shape, world().rank)]
+        sizes = getattr(parameter, "part_sizes", ())
+        local, part = layout.local_shape(padded_shape(shape, sizes), f"parameter '{parameter.name}'"), parameter
+        if global_shape is None:
+            slices = layout.local_slices(padded_shape(shape, sizes), world().rank)
+            part = _padded(parameter.value(), own_slices(slices, sizes), local) if sizes else parameter.value()[slices]
         placed = Parameter(part, name=parameter.name, requires_grad=parameter.requires_grad)
         vars(placed).update({name: value for name, value in vars(parameter).items() if name not in vars(placed)})
         parameter = placed
@@ -260,13 +264,33 @@ def placed_parameter(parameter, layout, global_shape=None):
     return parameter
 
 
-def parameter_view(parameter):
-    """The DTensor of a placed `Parameter`, for operators; gradients flow to the parameter."""
-    return _wrap_leaf(parameter, parameter_meta(parameter))
+def _padded(tensor, own, shape):
+    """The slices `own` of a tensor, with zeros behind their ends, up to a shape."""
+    if any(each.start == each.stop for each in own):
+        return mint.zeros(shape, dtype=tensor.dtype)
+    tensor = tensor[own]
+    for dim, (size, room) in enumerate(zip(tensor.shape, shape)):
+        if size != room:
+            zeros = mint.zeros((*tensor.shape[:dim], room - size, *tensor.shape[dim + 1 :]), dtype=tensor.dtype)
+            tensor = ops.cat((tensor, zeros), dim)
+    return tensor
+
+
+def parameter_view(parameter, make=_wrap_leaf):
+    """The DTensor of a placed `Parameter`, for operators; gradients flow to the parameter.
+
+    `make(local, meta)` makes it; see `with_padding` for what it has besides where it is padded.
+    """
+    stored = make(parameter, parameter_meta(parameter))
+    if not hasattr(parameter, "part_sizes"):
+        return stored
+    view = narrowed(stored, parameter.part_sizes, ops)
+    note_stored(view, stored, parameter.part_sizes)
+    return view
 
 
 def parameter_meta(parameter):
     """The `TensorMeta` of a placed `Parameter`, as it computes: it may be stored in another layout."""
     constant = not parameter.requires_grad
     layout = getattr(parameter, "computing_layout", parameter.layout)
-    return tensor_meta(parameter.global_shape, dtype_name(parameter.dtype), layout, constant)
+    return tensor_meta(stored_shape(parameter), dtype_name(parameter.dtype), layout, constant)

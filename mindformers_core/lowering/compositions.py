@@ -14,6 +14,7 @@ from mindformers_core.lowering import constant_sizes as sizes
 from mindformers_core.lowering.draws import DRAWN
 from mindformers_core.lowering.in_place import scatter_update, written
 from mindformers_core.lowering.indexing import index_tensor
+from mindformers_core.lowering.split_lookup import split_by_attribute
 from mindformers_core.mindspore_private import RecurrentLayers, type_id_to_type
 from mindformers_core.operators.registry import facts_of, register_operator
 
@@ -164,6 +165,8 @@ def composed(name, args, kwargs, primitive):
     facts = facts_of(name)
     if name == "PadV3" and len(args) > 2 and type(args[1]) is tuple and min(args[1], default=0) < 0:
         return mint.nn.functional.pad(args[0], args[1], value=float(args[2]))  # see `corrected.padded`
+    if (found := split_by_attribute(name, args, primitive)) is not None:
+        return found
     if facts.decomposition is None:
         return written(name, args, kwargs)
     attributes = {name: getattr(primitive, name) for name in facts.attributes}

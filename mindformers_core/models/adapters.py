@@ -14,6 +14,7 @@ from mindspore.common.initializer import Uniform, initializer
 
 from mindformers_core.hints import nearest
 from mindformers_core.mindspore_private import parameters_of
+from mindformers_core.padding import with_padding
 from mindformers_core.tensor_parallel.layers import Linear
 
 _LINEAR = (Linear, nn.Dense, mint.nn.Linear)
@@ -24,7 +25,9 @@ class _Adapted:
 
     def construct(self, x):
         low = ops.dense(x if self.adapter_dropout is None else self.adapter_dropout(x), self.lora_A)
-        return ops.add(self.without_adapter(x), ops.dense(ops.mul(low, self.adapter_scale), self.lora_B))
+        y, low = self.without_adapter(x), ops.mul(low, self.adapter_scale)
+        is_padded = y.shape[-1] != self.lora_B.shape[0]  # as logits are
+        return ops.add(y, ops.dense(low, with_padding(self.lora_B) if is_padded else self.lora_B))
 
 
 @cache

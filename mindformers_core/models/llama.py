@@ -14,8 +14,11 @@ from mindformers_core.tensor_parallel.layers import (
     RowParallelLinear,
     VocabParallelCrossEntropy,
     VocabParallelEmbedding,
+    VocabParallelLinear,
     gathered_layout,
     hidden_layout,
+    vocabulary_logits,
+    without_columns,
 )
 
 
@@ -151,11 +154,11 @@ class LlamaForCausalLM(nn.Cell):
     def __init__(self, config, layer_spec=LLAMA_LAYER, layers=None, loss="mean"):
         super().__init__()
         self.model = LlamaModel(config, layer_spec, layers)
-        self.is_tied = config.tie_word_embeddings
+        self.is_tied, self.vocab_size = config.tie_word_embeddings, config.vocab_size
         self.lm_head = None
         if self.model.norm is not None and not self.is_tied:
             settings = {"weight_init": Normal(config.initializer_range), "dtype": getattr(ms, config.dtype)}
-            self.lm_head = ColumnParallelLinear(config.hidden_size, config.vocab_size, **settings)
+            self.lm_head = VocabParallelLinear(config.hidden_size, config.vocab_size, **settings)
         self.loss = VocabParallelCrossEntropy(loss=loss)
 
     def add_caches(self, batch, length):
@@ -190,10 +193,10 @@ class LlamaForCausalLM(nn.Cell):
         if self.lm_head is not None:
             logits = self.lm_head(hidden_states)
         elif self.is_tied and self.model.norm is not None:
-            logits = ops.dense(hidden_states, self.model.embed_tokens.weight)
+            logits = vocabulary_logits(hidden_states, self.model.embed_tokens.weight)
         else:
             return hidden_states
-        return logits if labels is None else self.loss(logits, labels)
+        return without_columns(logits, self.vocab_size) if labels is None else self.loss(logits, labels)
 
 
 def llama_for_training(config, layers=None):

@@ -113,8 +113,7 @@ class ModelSpec:
 def _llama_divided(config):
     layers = [config.get_config_for_layer(number) for number in range(1, config.num_hidden_layers + 1)]
     keys = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
-    sizes = dict.fromkeys((key, getattr(layer, key)) for layer in layers for key in keys)
-    return [*sizes, ("vocab_size", config.vocab_size)]
+    return list(dict.fromkeys((key, getattr(layer, key)) for layer in layers for key in keys))
 
 
 _LLAMA_FORMAT = HuggingFaceFormat(

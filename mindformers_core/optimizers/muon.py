@@ -11,6 +11,7 @@ from mindspore import nn, ops
 
 from mindformers_core.communication import communicator, world
 from mindformers_core.optimizers.adamw import AdamW, moments
+from mindformers_core.padding import stored_shape
 
 _QUINTIC = 3.4445, -4.7750, 2.0315  # of Jordan et al.: singular values come near 1, to about 0.7 to 1.2, in five steps
 
@@ -80,7 +81,7 @@ class WholeMatrix(nn.Cell):
         if layout is not None and layout.cut_axes:
             pairs = [(dim, axes) for dim, axes in enumerate(layout.dims) if axes]
             gathers = [communicator(layout.mesh).make("all_gather", axes, dim=dim) for dim, axes in pairs]
-            own = layout.local_slices(parameter.global_shape, world().rank)
+            own = layout.local_slices(stored_shape(parameter), world().rank)
             self.own = tuple((each.start or 0, size) for each, size in zip(own, parameter.shape))
         self.gathers = nn.CellList(gathers)
 

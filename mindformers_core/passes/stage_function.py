@@ -78,6 +78,10 @@ class StageFunction:
             results = tuple(result.to_local() if isinstance(result, DTensor) else result for result in results)
         return results if self.loss_fn is None else self._checked(self.loss_fn(*target, *results))
 
+    def in_pynative(self):
+        """A context manager: while it is open, nothing is compiled."""
+        return replaced(self, _is_compiled=False, _calling=nullcontext)
+
     def _compiled(self, names):
         """The compiled Cell for keyword arguments `names`, as a function of positional arguments, those come last.
 

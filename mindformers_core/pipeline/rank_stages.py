@@ -9,7 +9,6 @@ from mindspore import ops
 from mindformers_core.algorithms.dropout import draws_of, next_draw, set_next_draw
 from mindformers_core.dtypes import dtype_name
 from mindformers_core.layout import LayoutSpec, bind_layout
-from mindformers_core.passes.label_counts import label_count
 from mindformers_core.pipeline.agreement import check_argument_names, check_stage_numbers, tied_parameters
 from mindformers_core.pipeline.tables.step import MetaStepType, plain_steps
 from mindformers_core.sharding.sharded_cells import ShardedCell, own_class, tree_of
@@ -32,7 +31,6 @@ class RankStages:
         described: the descriptions of all stages of the pipeline, see `_description`.
         current_pass: end of the tags of the current pass, unique among passes and pipelines: a pass that failed may
             have left messages.
-        labels: number of the labels of the current pass, where the loss is a sum; of the last stage.
         draws: (micro-batch, stage) -> offset of the stage's first random draw in this pass; after the last stage, that
             of what follows. It travels with the tensors between stages, so that draws are counted as on one card.
         tied: path of a parameter that several stages hold -> `(stage, place among its parameters)` of each, ascending.
@@ -45,7 +43,7 @@ class RankStages:
     def __init__(self, stages, stage_ranks):
         self.stages = {stage.stage_index: stage for stage in stages}
         self.stage_ranks = tuple(stage_ranks)
-        some, self.labels = stages[0], 0
+        some = stages[0]
         self.ranks, self.rank, self.channel = some.ranks, self.stage_ranks[some.stage_index], some.channel
         self.axes = (some.axis,)
         received = self._from_all((secrets.randbits(31), [_description(stage) for stage in stages]), _DESCRIPTIONS)
@@ -86,15 +84,17 @@ class RankStages:
         Raises:
             ValueError: on all ranks, after the first pass: a pattern of recompute or swap that matches on no stage.
         """
-        self.current_pass, self.labels = (self.current_pass[0], self.current_pass[1] + 1), 0
+        self.current_pass = self.current_pass[0], self.current_pass[1] + 1
         check_argument_names(names, self.described)
         self._check_policies()
         split, is_complete, self.draws, following = self._split(table), False, {}, next_draw()
+        before_last = range(len(self.stage_ranks) - 1) if self.described[-1]["has_count"] else ()
+        waiting = {*before_last, *(stage for holders in self.tied.values() for stage, _ in holders)}
         if not any(stage.weight_gradients.runs for stage in self.stages.values()):
             self._first_draw = following
         try:
             for index, stage in self.stages.items():
-                stage.begin(training, table.micro_batch_num, index in split)
+                stage.begin(training, table.micro_batch_num, index in split, index in waiting)
             yield
             if training:
                 self._check_programs()
@@ -108,7 +108,7 @@ class RankStages:
         finally:
             set_next_draw(following)
             for stage in self.stages.values():
-                stage.end(is_complete)
+                stage.weight_gradients.end(is_complete)
 
     def forward(self, micro_index, stage_index, inputs, kwargs):
         """`PipelineStage.forward`, with the random draws of the micro-batch's rows."""
@@ -117,8 +117,6 @@ class RankStages:
         with draws_of(stage.block(micro_index), first):
             outputs = stage.forward(micro_index, inputs, kwargs)
             self.draws[micro_index, stage_index + 1] = next_draw()
-        if stage.has_count:
-            self.labels = self.labels + label_count(outputs, stage.label)
         return outputs
 
     def results(self, returned, dim, is_shared):
@@ -214,19 +212,21 @@ class RankStages:
         last = len(self.stage_ranks) - 1
         tag = (_LABELS, last, 0, *self.current_pass)
         if last in self.stages:
-            self.labels = self.labels.item()
+            labels = self.stages[last].labels.item()
             for rank in self.ranks[: self.rank] + self.ranks[self.rank + 1 :]:
-                self.channel.send_object(self.labels, rank, tag)
+                self.channel.send_object(labels, rank, tag)
         else:
-            self.labels = self.channel.receive_object(self.global_rank(last), tag)
+            labels = self.channel.receive_object(self.global_rank(last), tag)
         for stage in self.stages.values():
-            stage.weight_gradients.labels = (stage.weight_gradients.labels or 0) + self.labels
+            stage.weight_gradients.labels = (stage.weight_gradients.labels or 0) + labels
 
     def _sum_gradients(self, number, holders):
         """The first stage's rank sums in the order of stages, and sends the sum to the others: equal bits on all."""
         root = self.stage_ranks[holders[0][0]]
         places = {stage: place for stage, place in holders if stage in self.stages}
-        own = {stage: self.stages[stage].weight_gradients.of_run[place] for stage, place in places.items()}
+        sums = {stage: self.stages[stage].weight_gradients.of_run for stage in places}
+        keys = {stage: sums[stage].number(place) for stage, place in places.items()}
+        own = {stage: sums[stage].sums[key] for stage, key in keys.items()}
         if not own:
             return
 
@@ -246,8 +246,8 @@ class RankStages:
             for stage, gradient in own.items():
                 self.channel.send((gradient,), self.ranks[root], tag(stage), self.axes)
             total = self.channel.receive(self.ranks[root], tag(everyone), what)[0]
-        for stage, place in places.items():
-            self.stages[stage].weight_gradients.of_run[place] = total
+        for stage, key in keys.items():
+            sums[stage].sums[key] = total
 
 
 def _description(stage):
@@ -267,7 +267,7 @@ def _description(stage):
         shape, layout = getattr(parameter, "global_shape", parameter.shape), getattr(parameter, "layout", None)
         dims = None if layout is None else [list(axes) for axes in layout.dims]
         parameters.append([path, list(shape), dtype_name(parameter.dtype), dims, bool(parameter.requires_grad)])
-        if path in stage.tied and parameter.requires_grad:
+        if path in stage.tied and parameter.requires_grad and stage.stage_num > 1:
             values[path] = blake2b(parameter.get_bytes(), digest_size=16).hexdigest()
     return {
         "stage": stage.stage_index,

@@ -123,12 +123,14 @@ class ParameterUse:
         path: from the root; of a shared parameter the first path at which it is found.
         local: path from this Cell: `"weight"` or `"model.embed_tokens.weight"`; None for one outside this Cell.
         trainable: whether it requires a gradient.
+        part_sizes: of a padded one, see `padding`.
     """
 
     value: Value
     path: str
     local: str | None
     trainable: bool
+    part_sizes: tuple = ()
 
 
 @dataclass(eq=False)

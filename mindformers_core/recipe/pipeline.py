@@ -54,13 +54,24 @@ def recipe_timeline(recipe):
 
 
 def recipe_schedule(recipe):
-    """The class of the recipe's schedule.
+    """The class of the recipe's schedule; for one rank, whose keys aren't read, that of a pipeline of one stage.
 
     Raises:
         ValueError, TypeError, OSError: as of `schedule_class`.
     """
     with errors_at("parallelism.pipeline_parallel_schedule: ", kinds=(ValueError, TypeError, OSError)):
-        return schedule_class(recipe.parallelism.pipeline_parallel_schedule)
+        return schedule_class(recipe.parallelism.pipeline_parallel_schedule if stage_count(recipe) > 1 else "1f1b")
+
+
+def stage_count(recipe):
+    """Number of stages of the pipeline, over all ranks; one rank has one."""
+    sizes = recipe.parallelism
+    return sizes.pipeline_parallel * (sizes.pipeline_parallel_interleave_num if sizes.pipeline_parallel > 1 else 1)
+
+
+def stage_holders(recipe):
+    """For every stage the pipeline rank that holds it, a tuple."""
+    return recipe_schedule(recipe).stage_ranks(stage_count(recipe), recipe.parallelism.pipeline_parallel)
 
 
 def layers_of_stages(recipe):
@@ -72,7 +83,7 @@ def layers_of_stages(recipe):
     sizes, model = recipe.parallelism, recipe.model
     return split_layers(
         model.num_hidden_layers,
-        sizes.pipeline_parallel * sizes.pipeline_parallel_interleave_num,
+        stage_count(recipe),
         sizes.pipeline_parallel_layers_per_stage or None,
         getattr(model, "account_for_embedding_in_pipeline_split", False),
         getattr(model, "account_for_loss_in_pipeline_split", False),
@@ -82,5 +93,4 @@ def layers_of_stages(recipe):
 def layers_of_rank(recipe, pipeline_rank):
     """A dict, number of a stage of a pipeline rank -> its `LayerRange`."""
     layers = layers_of_stages(recipe)
-    holders = recipe_schedule(recipe).stage_ranks(len(layers), recipe.parallelism.pipeline_parallel)
-    return {stage: layers[stage] for stage, holder in enumerate(holders) if holder == pipeline_rank}
+    return {stage: layers[stage] for stage, holder in enumerate(stage_holders(recipe)) if holder == pipeline_rank}

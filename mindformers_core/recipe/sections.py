@@ -289,20 +289,24 @@ def batch_plan(recipe, dp_size):
 
 
 def micro_batches_of_a_run(recipe):
-    """Number of micro-batches of one run of the schedule; without a pipeline 1.
+    """Number of micro-batches of one run of the schedule; of one stage 1.
 
     Raises:
         ValueError: the batch of one run isn't a multiple of a micro-batch.
     """
-    batch, size = recipe.training.local_batch_size, recipe.parallelism.pipeline_parallel_microbatch_size
-    if recipe.parallelism.pipeline_parallel == 1:
-        return 1
+    batch, size = recipe.training.local_batch_size, micro_batch_size(recipe)
     if batch % size:
         raise ValueError(
             f"training.local_batch_size: {batch} can't be cut into micro-batches of "
             f"parallelism.pipeline_parallel_microbatch_size {size}: try {max(size, batch // size * size)}"
         )
     return batch // size
+
+
+def micro_batch_size(recipe):
+    """Number of rows of a micro-batch on a rank; of one stage all of a run."""
+    sizes = recipe.parallelism
+    return sizes.pipeline_parallel_microbatch_size if sizes.pipeline_parallel > 1 else recipe.training.local_batch_size
 
 
 def dataset_layouts(section, names):

@@ -178,9 +178,14 @@ def _primitives(cell):
 
 
 def _sharded_primitives(path, cell):
-    """Name -> `OperatorDeclaration`, for the primitives with strategies or layouts set by `Primitive.shard()`."""
+    """Name -> `OperatorDeclaration`, for the primitives with strategies or layouts set by `Primitive.shard()`.
+
+    Those with the attribute `manual_split` are left out: the table's layout says how they are cut.
+    """
     found = {}
     for name, primitive in _primitives(cell).items():
+        if "manual_split" in primitive.attrs:
+            continue
         where = f"{_operator_label(path, cell, name)}, {primitive.name}.shard()"
         declared = OperatorDeclaration(
             _stored(primitive, "in_strategy", "in_layout", where),

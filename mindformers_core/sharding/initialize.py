@@ -19,6 +19,7 @@ import numpy as np
 from mindspore.common import initializer as init
 from scipy.special import ndtr, ndtri
 
+from mindformers_core.padding import own_slices, padded_array, padded_shape
 from mindformers_core.scopes import errors_at
 from mindformers_core.splitmix import GOLDEN, mixed
 
@@ -117,11 +118,13 @@ def materialize(cell, seed, layouts=None, rank=None):
 
 
 def _set_values(parameter, initializer, layout, rank, seed, path):
-    dtype, shape = parameter.dtype, tuple(parameter.shape)
-    slices = tuple(slice(0, size) for size in shape) if layout is None else layout.local_slices(shape, rank)
+    dtype, shape, sizes = parameter.dtype, tuple(parameter.shape), getattr(parameter, "part_sizes", ())
+    whole = tuple(slice(0, size) for size in shape)
+    slices = whole if layout is None else layout.local_slices(padded_shape(shape, sizes), rank)
     is_bfloat16 = dtype == ms.bfloat16  # NumPy has none: through float32
     drawn_dtype = np.float32 if is_bfloat16 else np.dtype(str(dtype).lower()).type
-    tensor = ms.Tensor(draw_slice(initializer, shape, slices, seed, path, drawn_dtype))
+    drawn = draw_slice(initializer, shape, own_slices(slices, sizes), seed, path, drawn_dtype)
+    tensor = ms.Tensor(padded_array(drawn, [each.stop - each.start for each in slices]))
     parameter.set_data(tensor.astype(dtype) if is_bfloat16 else tensor, slice_shape=True)
     parameter.init_mode = None  # set_data keeps it, and init_data() would draw again
 

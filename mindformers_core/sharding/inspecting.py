@@ -8,6 +8,7 @@ from mindformers_core.capture.algorithm_graph import algorithm_of
 from mindformers_core.explaining.page import page
 from mindformers_core.explaining.report import make_report
 from mindformers_core.explaining.text import explain_plan
+from mindformers_core.padding import padding_note
 from mindformers_core.program.plan import joined_path
 from mindformers_core.sharding.sharded_cells import EagerCell, tree_and_path, tree_of
 
@@ -75,7 +76,9 @@ def explain(cell, *inputs, html=None, **named_inputs):
     report = make_report(plan, algorithm_of, activations, *step)
     if html is not None:
         Path(html).write_text(page(report, tree.label(path), stored, kept), encoding="utf-8")
-    return explain_plan(report, [*stored, *kept])
+    named = ((name, padding_note(each)) for name, each in cell.parameters_and_names())
+    padded = [f"{name} is padded with zeros, {note}" for name, note in named if note]
+    return explain_plan(report, [*stored, *kept, *padded])
 
 
 def explain_activations(cell, *inputs, **named_inputs):

@@ -73,8 +73,9 @@ class ParameterStorage:
 
     # What a pipeline's stage calls: forward and backward passes of several micro-batches alternate.
 
-    def prepare_pipeline(self):
-        """Before a run: keep weights gathered, unless `reshard_after_forward=True`; check which ones are frozen."""
+    def prepare_pipeline(self, stage_num):
+        """Before a run: check which weights are frozen; of several stages keep them gathered, unless
+        `reshard_after_forward=True`."""
 
     def free_units(self):
         """After a forward or backward pass: free the gathered weights of units."""
@@ -85,18 +86,52 @@ class ParameterStorage:
     def close(self):
         """Allow values that computing needs to be freed."""
 
-    def summed(self, gradients):
-        """The terms of sums over micro-batches, of the whole gradients of trained Parameters: two lists.
+    def gradient_sums(self):
+        """A new `GradientSums`."""
+        return GradientSums()
 
-        The terms have the dtypes of the sums, and may be this rank's shards; the list of gradients is emptied.
+
+class GradientSums:
+    """Sums over micro-batches of the gradients of trained Parameters. These sums are of whole gradients, of one rank.
+
+    Attributes:
+        sums: number of a parameter -> the sum, in the dtype of sums, which may be this rank's shard.
+    """
+
+    def __init__(self):
+        self.sums = {}
+
+    def number(self, place):
+        """The number of the trained Parameter at a place among all that are trained."""
+        return place
+
+    def begin(self, is_last, scale, comes, at_once):
+        """Before the gradients of a micro-batch.
+
+        Args:
+            is_last: whether they are the last ones of a step, and can be reduced.
+            scale: factor of reduced sums over all ranks. Default: that of `hsdp()`, or 1.
+            comes, at_once: see `StepGradients.begin_adding`.
         """
-        return gradients
 
-    def reduced(self, gradients, scale=None):
-        """The gradients of the Parameters that users see, of sums of what `summed` gave; may empty the list.
+    def take(self, gradients):
+        """Add the gradients of all trained Parameters, a list in their order, which is emptied."""
+        for place, gradient in enumerate(gradients):
+            self.add(place, gradient)
 
-        `scale`: factor of the sums over all ranks. Default: that of `hsdp()`, or 1.
-        """
+    def add(self, number, gradient):
+        """Add a gradient, as it is summed."""
+        self.sums[number] = self.sums.pop(number) + gradient if number in self.sums else gradient
+
+    def added_to(self, earlier):
+        """The sum of `earlier` ones, or None, and these, which are emptied if there were earlier ones."""
+        for number in [*self.sums] if earlier else ():
+            earlier.add(number, self.sums.pop(number))
+        return earlier or self
+
+    def finish(self, scale):
+        """The gradients of the Parameters that users see, in order; `scale` as of `begin`."""
+        gradients = [self.sums.pop(place) for place in range(len(self.sums))]
         return gradients if scale is None else [gradient * scale for gradient in gradients]
 
 

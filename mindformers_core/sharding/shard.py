@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass
 
-from mindspore import DeviceCtx, Parameter, ParameterTuple, mint, nn
+from mindspore import DeviceCtx, Parameter, ParameterTuple, mint, nn, ops
 
 from mindformers_core.algorithms.redistribute import model_of_device, redistribute_local
 from mindformers_core.capture.algorithm_graph import algorithm_of
@@ -15,6 +15,7 @@ from mindformers_core.hints import nearest
 from mindformers_core.layout import Layout, bind_layout
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.mindspore_private import parameter_lists_of, parameters_of, recompute_cell_of
+from mindformers_core.padding import narrowed, sizes_of_parts, stored_shape
 from mindformers_core.program.structure import tree_leaves
 from mindformers_core.propagation.propagate import derive_parameters
 from mindformers_core.redistribution import DeviceModel
@@ -149,8 +150,10 @@ def _place_parameters(cell, layouts, seed):
         with DeviceCtx("meta"):
             for path in shapes:
                 parameter = named[path]
-                part = mint.zeros(layouts[path].local_shape(parameter.shape), dtype=parameter.dtype)
+                part = mint.zeros(layouts[path].local_shape(stored_shape(parameter)), dtype=parameter.dtype)
                 parts[path] = Parameter(part, name=parameter.name, requires_grad=parameter.requires_grad)
+                if hasattr(parameter, "part_sizes"):
+                    parts[path].part_sizes = parameter.part_sizes
     else:
         materialize(cell, seed, layouts, world().rank)
     placed = {id(p): placed_parameter(parts.get(path, p), layouts[path], shapes.get(path)) for path, p in named.items()}
@@ -182,13 +185,19 @@ def _declared_layouts(cell, mesh, declarations):
     adapter: its attribute `cut_like` is the name of that one, and a number of a dim of it, or None, for every dim.
     """
     declared = {}
+    for parameter in cell.get_parameters():
+        vars(parameter).pop("part_sizes", None)  # of another mesh
     for path, child in cell.cells_and_names():
         weights = declarations[path].weights if path in declarations else {}
         for name, given in weights.items():
             where = f"parameter '{name}' of {cell_label(path, child)}"
             parameter = parameters_of(child)[name]
             layout = bind_layout(given, mesh, parameter.ndim, name=where)
-            layout.local_shape(parameter.shape, where)
+            pad = getattr(given, "pad", False)
+            if pad and (sizes := sizes_of_parts(layout, tuple(parameter.shape), pad, where)):
+                parameter.part_sizes = sizes
+            elif not hasattr(parameter, "part_sizes"):
+                layout.local_shape(parameter.shape, where, "other axes, or store zeros behind it, layout(…, pad=True)")
             if declared.setdefault(id(parameter), layout) != layout:
                 raise ValueError(
                     f"{where} is declared as {layout}, but it is shared, and elsewhere declared as "
@@ -197,10 +206,14 @@ def _declared_layouts(cell, mesh, declarations):
     for _, child in cell.cells_and_names():
         for parameter in parameters_of(child).values():
             name, dims = getattr(parameter, "cut_like", ("", ()))
-            known = declared.get(id(parameters_of(child).get(name)))
+            base = parameters_of(child).get(name)
+            known, padded = declared.get(id(base)), getattr(base, "part_sizes", ())
             if known is not None:
                 cuts = tuple(() if dim is None else known.dims[dim] for dim in dims)
                 declared.setdefault(id(parameter), Layout.on(mesh, cuts))
+                sizes = tuple(None if dim is None else padded[dim] for dim in dims) if padded else ()
+                if any(sizes):
+                    parameter.part_sizes = sizes
     return {path: declared[id(p)] for path, p in cell.parameters_and_names() if id(p) in declared}
 
 
@@ -237,6 +250,7 @@ def full_parameters(cell):
     whole = {}
     for parameter in cell.get_parameters():
         target = Layout.on(parameter.layout.mesh, ((),) * len(parameter.global_shape))
-        values = redistribute_local(parameter, parameter.layout, target, parameter.global_shape)
+        values = redistribute_local(parameter, parameter.layout, target, stored_shape(parameter))
+        values = narrowed(values, getattr(parameter, "part_sizes", ()), ops)
         whole[parameter.name] = Parameter(values, name=parameter.name, requires_grad=parameter.requires_grad)
     return whole

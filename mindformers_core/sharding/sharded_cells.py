@@ -6,7 +6,7 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn
 
 from mindformers_core.capture.traced import failed_site
 from mindformers_core.communication import process_state
-from mindformers_core.dtensor.dtensor import DTensor, parameter_meta, parameter_view, wrap
+from mindformers_core.dtensor.dtensor import DTensor, parameter_view, wrap
 from mindformers_core.dtensor.interception import draws_by_position
 from mindformers_core.hints import first_of, message_of
 from mindformers_core.lowering.aliases import adoptions
@@ -209,7 +209,7 @@ def _view(parameter, tree):
     tree.storage.on_read(parameter)
     view = tree.views.get(id(parameter))
     if view is None:
-        view = tree.views[id(parameter)] = wrap(parameter, parameter_meta(parameter))
+        view = tree.views[id(parameter)] = parameter_view(parameter, wrap)
     return view
 
 

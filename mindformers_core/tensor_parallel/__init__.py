@@ -7,9 +7,11 @@ from mindformers_core.lazy_exports import lazy_exports
 
 _EXPORTS = {
     "layers": "ColumnParallelLinear LayerNorm RMSNorm RowParallelLinear VocabParallelCrossEntropy "
-    "VocabParallelEmbedding",
+    "VocabParallelEmbedding VocabParallelLinear vocabulary_logits without_columns",
     "clipping": "clip_by_global_norm",
     "splitting": "split split_layer",
+    ".lowering.split_lookup": "manual_split",
+    ".padding": "with_padding",
     ".dtensor.dtensor": "DTensor distribute_tensor",
     ".dtensor.interception": "custom_operator",
     ".sharding.inspecting": "explain prepare programs",

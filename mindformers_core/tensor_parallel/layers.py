@@ -7,11 +7,13 @@ every device, in PyNative and under `@ms.jit`.
 """
 
 import mindspore as ms
+import numpy as np
 from mindspore import Parameter, nn, ops
 from mindspore.common.initializer import Normal, initializer
 
 from mindformers_core.hints import check_loss
 from mindformers_core.layout import layout
+from mindformers_core.padding import with_padding
 
 
 class Linear(nn.Cell):
@@ -80,9 +82,24 @@ class RowParallelLinear(Linear):
         return layout(..., "tp"), output_layout, self.own_layouts(weight=layout(None, "tp"), bias=layout(None))
 
 
+class VocabParallelLinear(ColumnParallelLinear):
+    """A `ColumnParallelLinear` without bias whose output features are a vocabulary, of any size: logits.
+
+    Where `tp` doesn't divide it, see `vocabulary_logits`.
+    """
+
+    def shard(self, config=None):
+        inputs, outputs, _ = super().shard(config)
+        return inputs, outputs, {"weight": layout("tp", None, pad=True)}
+
+    def construct(self, x):
+        return vocabulary_logits(x, self.weight)
+
+
 class VocabParallelEmbedding(nn.Cell):
     """Rows of `weight`, sharded over `tp` on the vocabulary dim: ids (…) of an int dtype → (…, embedding_size).
 
+    A vocabulary that `tp` doesn't divide is padded in storage: `layout("tp", None, pad=True)`.
     Negative ids count from the end. An id outside of the vocabulary gives zeros where the vocabulary is sharded,
     while one card raises an error.
 
@@ -97,10 +114,13 @@ class VocabParallelEmbedding(nn.Cell):
         self.weight = _declare((vocab_size, embedding_size), weight_init, dtype)
 
     def shard(self, config=None):
-        return None, hidden_layout(config), {"weight": layout("tp", None)}
+        return None, hidden_layout(config), {"weight": layout("tp", None, pad=True)}
 
     def construct(self, input_ids):
-        return ops.gather(self.weight, input_ids, 0)
+        weight, rows = with_padding(self.weight), self.weight.shape[0]
+        if weight.shape[0] != rows:
+            input_ids = ops.where(ops.less(input_ids, 0), ops.add(input_ids, rows), input_ids)
+        return ops.gather(weight, input_ids, 0)
 
 
 class VocabParallelCrossEntropy(nn.Cell):
@@ -192,6 +212,24 @@ class LayerNorm(nn.Cell):
         variance = ops.mean(ops.square(centred), -1, keep_dims=True)
         normed = ops.mul(centred, ops.rsqrt(ops.add(variance, self.eps)))
         return ops.add(ops.mul(cast_to(normed, x.dtype), self.weight), self.bias)
+
+
+def vocabulary_logits(x, weight):
+    """`x @ weight.T`, logits: (…, in_features) → (…, vocab_size), or with the columns of the weight's padding.
+
+    These have the lowest numbers, which no softmax sees, and give no gradient; `without_columns` takes them off.
+    """
+    stored, rows = with_padding(weight), weight.shape[0]
+    logits = ops.dense(x, stored)
+    if stored.shape[0] == rows:
+        return logits
+    lowest = -65504.0 if logits.dtype == ms.float16 else -3e38
+    return ops.masked_fill(logits, ms.Tensor(np.arange(stored.shape[0]) >= rows), lowest)
+
+
+def without_columns(logits, count):
+    """The first `count` columns of logits (…, columns), gathered from all ranks where there are others."""
+    return logits if logits.shape[-1] == count else ops.narrow(logits, -1, 0, count)
 
 
 def cast_to(tensor, dtype):

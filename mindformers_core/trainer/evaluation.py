@@ -45,7 +45,7 @@ def evaluate(recipe, plan, rank, cells, forward, dataset):
         recipe, plan: the `Recipe`, and the `BatchPlan` of a step.
         rank: this rank's number.
         cells: from `build_cells`.
-        forward: see `model_passes`.
+        forward: see `pipeline_passes`.
         dataset: see `dataset_of`.
     """
     layouts, form, found = batch_layouts(recipe, cells, dataset), recipe.spec.loss, []

@@ -1,9 +1,10 @@
-"""What a job costs: the operations of its model by the captured graphs, and the memory of a process."""
+"""What a job costs, the operations of its model by the captured graphs and the memory of a process; its epochs."""
 
 import resource
 
 import mindspore as ms
 
+from mindformers_core.data.streams import Stream
 from mindformers_core.operators.registry import facts_of
 from mindformers_core.operators.resolve import BACKWARD_WORK
 from mindformers_core.program.graph import CallNode
@@ -29,6 +30,18 @@ def model_operations(cells):
     counted = [(facts_of(node.operator).operations, node) for node in nodes]
     found = sum(count(operator_signature(node).sizes) for count, node in counted if callable(count))
     return found * (1 + BACKWARD_WORK)
+
+
+def epochs(dataset, first, end):
+    """What the row of a step with samples `first` … `end - 1` has about epochs, see docs/metrics.md: a dict.
+
+    Nothing of a user's dataset that orders its samples itself.
+    """
+    if not isinstance(dataset, Stream):
+        return {}
+    found, begun = dataset.epochs(end), dataset.begun(first, end)
+    row = {f"epoch {number}" if len(found) > 1 else "epoch": each for number, each in enumerate(found)}
+    return row | ({"epoch_begins": begun} if begun else {})
 
 
 def peak_memory():

@@ -205,7 +205,8 @@ def draw_losses(folder):
 def progress_writer(total, interval, stream=None):
     """A function that shows a row as text: a bar on a terminal, a line every few steps elsewhere (log files).
 
-    A row is a dict with `step`, `loss`, `learning_rate`, `gradient_norm` and `tokens_per_second`.
+    A row is a dict with `step`, `loss`, `learning_rate`, `gradient_norm` and `tokens_per_second`. Where a source of the
+    data begins another epoch, a line says so.
 
     Args:
         total: number of the last step.
@@ -218,6 +219,8 @@ def progress_writer(total, interval, stream=None):
         nonlocal first
         step, now = row["step"], time.perf_counter()
         first = first or (step, now)
+        if "epoch_begins" in row:
+            stream.write("\n" * stream.isatty() + f"step {step}: {row['epoch_begins']}\n")
         seconds = round((now - first[1]) / max(1, step - first[0]) * (total - step))
         text = (
             f"step {step}/{total}  loss {row['loss']:.4f}  lr {row['learning_rate']:.3e}  "

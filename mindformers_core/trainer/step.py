@@ -11,16 +11,15 @@ from mindformers_core.optimizers.average import AveragedWeights
 from mindformers_core.optimizers.grouped import GroupedOptimizer
 from mindformers_core.tensor_parallel import jit
 from mindformers_core.tensor_parallel.clipping import ClipByGlobalNorm
-from mindformers_core.trainer.passes import model_passes, pipeline_passes
+from mindformers_core.trainer.passes import pipeline_passes
 from mindformers_core.zero.loss_scale import all_finite
 
 
 def step_parts(recipe, mesh, cells, loss_scale=None):
     """One optimizer step of a rank, part by part, whose programs are generated; all ranks of a pipeline call this.
 
-    Forward and backward pass run once for every micro-batch; in a pipeline, the schedule runs once for every batch of
-    micro-batches. Gradients are reduced over data-parallel ranks after the last run, whose number is hsdp's
-    `accumulate_grad_step`.
+    The pipeline's schedule runs once for every batch of micro-batches, of which a model that isn't cut has one.
+    Gradients are reduced over data-parallel ranks by the last run, whose number is hsdp's `accumulate_grad_step`.
 
     Args:
         recipe: the `Recipe`.
@@ -32,13 +31,12 @@ def step_parts(recipe, mesh, cells, loss_scale=None):
         `(run, clip, optimizer, forward)`: a function of the local inputs of the model, a sequence of tensors of shape
         (runs, samples of one, …), that returns the results of all runs and the reduced gradients of the parameters,
         None where the loss scale finds one that isn't finite; the `ClipByGlobalNorm`; the `GroupedOptimizer` of the
-        trainable parameters; and `forward` of `model_passes`.
+        trainable parameters; and `forward` of `pipeline_passes`.
 
     Raises:
         ValueError: on all ranks of the pipeline: stages that contradict each other, or a stage without a program.
     """
-    functions = model_passes if recipe.parallelism.pipeline_parallel == 1 else pipeline_passes
-    parameters, run, clipping, forward = functions(recipe, mesh, cells, loss_scale)
+    parameters, run, clipping, forward = pipeline_passes(recipe, mesh, cells, loss_scale)
     optimizer = GroupedOptimizer(parameters, recipe.optimizer)
     if recipe.training.average_decay is not None:
         optimizer.average = AveragedWeights(parameters, recipe.training.average_decay)
@@ -54,8 +52,8 @@ def step_function(recipe, mesh, cells, loss_scale=None):
 
     Returns:
         `(optimizer, step, forward)`: the `GroupedOptimizer` of the trainable parameters of this rank, a function that
-        updates them, and `forward` of `model_passes`. The function's arguments are the local inputs of the model, as of
-        `step_parts`, the optimizer's `scalars`, and a function to call before the update.
+        updates them, and `forward` of `pipeline_passes`. The function's arguments are the local inputs of the model, as
+        of `step_parts`, the optimizer's `scalars`, and a function to call before the update.
         Results are the mean loss, a tensor, which nobody has read, the gradients' norm before clipping, a float, both
         equal on all ranks, None, and the norms of `monitor.gradient_norms`, tensors.
         Where one of the first two isn't finite, no rank updates anything, and in place of None are the paths of this

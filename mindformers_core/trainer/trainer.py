@@ -14,7 +14,8 @@ from mindformers_core.checkpoint.folders import set_aside, step_folder
 from mindformers_core.checkpoint.parts import on_all_ranks
 from mindformers_core.checkpoint.tensors import ranks_of
 from mindformers_core.communication import process_state, world
-from mindformers_core.data.datasets import dataset_of, given_dataset
+from mindformers_core.communication.messages import check_equal
+from mindformers_core.data.datasets import dataset_of, given_dataset, id_limits
 from mindformers_core.data.reading import batch_reader
 from mindformers_core.data.streams import Ahead
 from mindformers_core.diff.recorder import perturb
@@ -37,7 +38,7 @@ from mindformers_core.trainer.checkpoints import (
 )
 from mindformers_core.trainer.evaluation import evaluate
 from mindformers_core.trainer.joining import enter_world
-from mindformers_core.trainer.measuring import model_operations, peak_memory
+from mindformers_core.trainer.measuring import epochs, model_operations, peak_memory
 from mindformers_core.trainer.recording import start_recording
 from mindformers_core.trainer.saving import Saving
 from mindformers_core.trainer.step import step_function
@@ -87,7 +88,10 @@ class Trainer:
         self.rank = world().rank
         checkpoint = open_source(recipe)
         given = dataset_of(recipe) if dataset is None else dataset
-        self.dataset = given_dataset(given, "Trainer(dataset=…)", recipe.data_seed)
+        self.dataset = given_dataset(given, "Trainer(dataset=…)", recipe.data_seed, id_limits(recipe))
+        self._held_out = dataset_of(evaluated(recipe)) if recipe.evaluation.interval else None
+        for data in filter(None, (self.dataset, self._held_out)):
+            check_equal(mesh, data.state()["facts"], "give all ranks the same data")
         self.plan = batch_plan(recipe, mesh.axis_size("dp"))
         check_patterns(recipe)
         ms.set_seed(recipe.training.seed)
@@ -102,7 +106,6 @@ class Trainer:
         self.step = self.consumed = self.skipped = self.skipped_in_a_row = 0
         self.loaded_config = self.summary = None
         self._operations = self._operations_of_step()
-        self._held_out = dataset_of(evaluated(recipe)) if recipe.evaluation.interval else None
         self._has_folder = False
         self._saving = Saving(recipe.checkpoint, ranks_of(mesh, self.rank), self.checkpointer)
         if checkpoint is not None:
@@ -191,7 +194,7 @@ class Trainer:
         """
         if dataset is None:
             dataset = self._held_out or dataset_of(evaluated(self.recipe))
-        dataset = given_dataset(dataset, "Trainer.evaluate(dataset)", self.recipe.data_seed)
+        dataset = given_dataset(dataset, "Trainer.evaluate(dataset)", self.recipe.data_seed, id_limits(self.recipe))
         return evaluate(self.recipe, self.plan, self.rank, self.cells, self._forward, dataset)
 
     def train_step(self):
@@ -200,9 +203,10 @@ class Trainer:
         Where the loss or a gradient isn't finite, nothing is updated, and the row has a text about it, `not_finite`.
         """
         started = time.perf_counter()
-        batch = self._batches.get(self.consumed, self.consumed + self.plan.samples)
-        self.step += 1
-        self.consumed += self.plan.samples
+        following, is_last = self.consumed + self.plan.samples, self.step + 1 >= self.recipe.training.steps
+        batch = self._batches.get(self.consumed, None if is_last else following)
+        waited = time.perf_counter() - started
+        self.step, self.consumed = self.step + 1, following
         rate, scale = learning_rate(self.recipe, self.step, self.plan.samples), self.loss_scale
         value = scale.value if scale else None
         scalars = self.optimizer.scalars(self.step - self.skipped, rate)
@@ -220,8 +224,10 @@ class Trainer:
             learning_rate=rate,
             gradient_norm=norm,
             seconds=seconds,
+            data_seconds=waited,
             tokens_per_second=self.plan.samples * self.recipe.train_dataset.seq_length / seconds,
         )
+        row.update(epochs(self.dataset, self.consumed - self.plan.samples, self.consumed))
         if self._operations is not None:
             row["mfu"] = self._operations / seconds
         row.update(zip(map("gradient_norm {}".format, self.recipe.monitor.gradient_norms), norms))
@@ -295,7 +301,7 @@ class Trainer:
         self._has_folder = True
         if carries_on and (others := set_aside(folder, self.step)):
             print(f"checkpoints of later steps are now {', '.join(others)}")
-        kind = "micro-batches" if recipe.parallelism.pipeline_parallel == 1 else "pipeline runs"
+        kind = "micro-batches" if self.plan.micro_batches == 1 else "pipeline runs"
         kind += f", {self.plan.empty} of whose rows are empty," if self.plan.empty else ""
         print(f"{recipe.training.steps} steps of {self.plan.runs} {kind} on ranks {self.mesh}; run folder {folder}")
         writers = [records.metrics_writer(folder, after_step=self.step)]

@@ -7,6 +7,7 @@ from mindformers_core.communication.simulated import SimulatedRanks
 from mindformers_core.communication.world import rank_of, world
 from mindformers_core.hints import first_of
 from mindformers_core.operators import TensorMeta
+from mindformers_core.padding import stored_array
 from mindformers_core.passes.thread_tape import custom_gradients
 from mindformers_core.program.structure import tree_fill, tree_map
 from mindformers_core.sharding.boundary import bind_arguments
@@ -46,12 +47,15 @@ def verify_by_own_code(net, mesh, config, plan, seed, args, kwargs, by_hand):
         for path in by_hand:
             tree_of(cell).mark_eager(path)
         layouts, results, gradients = _own_arrays(cell, *local_inputs(cell, given, rank), seed)
-        places = [("result", f"number {place}", layout) for place, layout in enumerate(layouts)]
-        places += [("gradient", path, p.layout) for path, p in cell.parameters_and_names() if p.requires_grad]
-        for number, ((what, path, layout), array) in enumerate(zip(places, results + gradients, strict=True)):
+        trained = [(path, p) for path, p in cell.parameters_and_names() if p.requires_grad]
+        places = [("result", f"number {place}", layout, ()) for place, layout in enumerate(layouts)]
+        places += [("gradient", path, p.layout, getattr(p, "part_sizes", ())) for path, p in trained]
+        for number, ((what, path, layout, sizes), array) in enumerate(zip(places, results + gradients, strict=True)):
             order, at = (what == "gradient", check.compared), (None, (0, 0), None, path, None)
             if expected:
-                check.hold(order, rank, what, at, layout, Tensor(array), *expected[number], limits=_LIMITS)
+                value, scale = expected[number]
+                value = stored_array(value, sizes)
+                check.hold(order, rank, what, at, layout, Tensor(array), value, scale, limits=_LIMITS)
             elif layout is not None:
                 check_result(Tensor(array), layout, f"{what} of '{path}'")
 

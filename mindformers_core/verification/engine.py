@@ -16,6 +16,7 @@ from mindformers_core.hints import listed
 from mindformers_core.lowering.corrected import CORRECTED
 from mindformers_core.mindspore_private import GLOBAL_SEED, SEEDS
 from mindformers_core.operators import facts_of, is_float
+from mindformers_core.padding import own_array, stored_array
 from mindformers_core.passes.thread_tape import custom_gradients
 from mindformers_core.program.graph import OperatorNode
 from mindformers_core.program.structure import tree_map
@@ -28,7 +29,7 @@ from mindformers_core.verification.observing import RankInstrumentation, RankObs
 from mindformers_core.verification.ranges import compare_ranges, range_cases
 from mindformers_core.verification.rounding import EPS, allowances
 from mindformers_core.verification.stepping import compare_step
-from mindformers_core.verification.truth import OneCard, differentiated
+from mindformers_core.verification.truth import OneCard, differentiated, part_sizes
 
 _OWN_CODE = 2**-10, 2**-14  # tolerance and rounding: the model's own code runs in float32
 _OWN_TERMS = 2**-7  # of the largest magnitude in a pass, whose rounding errors in float32 are left where terms cancel
@@ -89,6 +90,8 @@ def simulate(subject, plans, notes=()):
     Returns:
         The `Check`, with all faults.
     """
+    sizes, given = part_sizes(graph for graph, _ in plans.values()), subject.parameters.items()
+    subject.parameters = {path: stored_array(each, sizes.get(path, ())) for path, each in given}
     is_coarse = not FLOAT32_KERNELS.isdisjoint(_operators_of(plans))
     wide, narrow = PRECISIONS["float32 in float64" if is_coarse else "float64"], PRECISIONS["float32"]
     try:
@@ -255,7 +258,7 @@ def _own_results(subject, truth):
     args, kwargs = tree_map(lambda leaf: Tensor(leaf) if isinstance(leaf, np.ndarray) else leaf, (args, kwargs))
     written = {path: p for path, p in model.parameters_and_names() if path in truth.written[label]}
     before = {path: parameter.asnumpy().copy() for path, parameter in written.items()}
-    expected, gradients = truth.outputs[label], truth.weight_gradients[label]
+    expected, gradients, sizes = truth.outputs[label], truth.weight_gradients[label], truth.part_sizes
     try:
         with custom_gradients(), replaced(Tensor, **dict.fromkeys(_LEAVE_IT, _not_in_place)):
             results, found = differentiated(model, args, kwargs, lambda _: slopes(expected), weights.values())
@@ -265,7 +268,7 @@ def _own_results(subject, truth):
             ops.assign(written[path], Tensor(array))
     groups = (
         [("a result", *pair) for pair in zip(results, expected, strict=True)],
-        [(f"gradient of {path}", one, gradients[path]) for path, one in zip(weights, found, strict=True)],
+        [(f"gradient of {path}", one, own_array(gradients[path], sizes[path])) for path, one in zip(weights, found)],
         [(f"{path} afterwards", one, truth.written[label][path]) for path, one in after.items()],
     )
     return [[(what, np.clip(one.asnumpy(), -_HUGE, _HUGE), value) for what, one, value in group] for group in groups]

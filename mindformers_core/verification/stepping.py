@@ -7,6 +7,7 @@ from mindspore import Parameter, Tensor, dtype as mstype, ops
 
 from mindformers_core.optimizers.grouped import GroupedOptimizer
 from mindformers_core.optimizers.settings import AdamWSettings, LambSettings
+from mindformers_core.padding import stored_shape
 from mindformers_core.verification.rounding import PEAK
 
 _TOLERANCE = 1e-5  # optimizers take scalars and keep moments in float32,
@@ -33,7 +34,7 @@ def compare_step(check, observer, step, buckets):
             value = of_passes[0] if len(of_passes) == 1 else np.mean(of_passes, 0)  # of a pipeline's micro-batches
             hold(0, "result", str((number, run)), layout, result, value)
     parameters = {observer.paths[id(parameter)]: parameter for parameter in optimizer.parameters}
-    summed = {path: np.zeros(parameter.global_shape) for path, parameter in parameters.items()} | truth.step_gradients
+    summed = {path: np.zeros(stored_shape(parameter)) for path, parameter in parameters.items()} | truth.step_gradients
     for (path, parameter), gradient in zip(parameters.items(), gradients, strict=True):
         hold(1, "reduced gradient", path, parameter.layout, gradient, summed[path])
     if check.precision.dtype is None:
@@ -102,7 +103,7 @@ def _compare_with_one_card(hold, truth, parameters, rank, settings):
     after LAMB, which is compared in any case.
     """
     draw, before = np.random.default_rng(0), [each.asnumpy().copy() for each in parameters.values()]
-    wholes = {path: draw.standard_normal(each.global_shape).astype(np.float32) for path, each in parameters.items()}
+    wholes = {path: draw.standard_normal(stored_shape(each)).astype(np.float32) for path, each in parameters.items()}
     parts = [whole[parameters[path].layout.local_slices(whole.shape, rank)] for path, whole in wholes.items()]
     _three_steps(parameters.values(), parts, settings)
     key = settings, tuple(parameters)

@@ -94,6 +94,11 @@ def is_known(tensor):
     return before is not None
 
 
+def part_sizes(graphs):
+    """Path -> the `part_sizes` of each Parameter that captured programs use."""
+    return {use.path: use.part_sizes for graph in graphs for use in graph.uses.parameters.values()}
+
+
 class OneCard:
     """The stages of a model on one card, after all passes.
 
@@ -113,6 +118,7 @@ class OneCard:
         tied: paths of the parameters of several stages.
         outputs: label -> arrays of the floating results of the last stage.
         labels: number of all labels, where the last stage returns it.
+        part_sizes: path -> those of a padded parameter, see `padding`; () for others.
         updates: what optimizers add to the parameters, as `stepping` knows it by then.
         written: label -> path -> array: the parameters that the pass wrote, after it.
         largest: function of "value" or "gradient" and a label: the largest magnitude among all tensors of the pass.
@@ -123,7 +129,7 @@ class OneCard:
         self._draw = np.random.default_rng(0)
         uses = [use for graph in graphs.values() for use in graph.uses.parameters.values()]
         trained = {use.path for use in uses if use.trainable and is_float(use.value.dtype)}
-        stages = Counter(use.path for use in uses)
+        stages, self.part_sizes = Counter(use.path for use in uses), part_sizes(graphs.values())
         given = ((path, self._noisy(self._tensor(parameters[path]), parameters[path].dtype.name)) for path in stages)
         self.parameters = {path: Parameter(one, name=path, requires_grad=path in trained) for path, one in given}
         self.values, self.gradients, self.weight_gradients, self.outputs, self.written = {}, {}, {}, {}, {}

@@ -12,6 +12,7 @@ from mindformers_core.mesh import DeviceMesh
 from mindformers_core.operators.signature import is_float
 from mindformers_core.optimizers.grouped import GroupedOptimizer
 from mindformers_core.optimizers.settings import AdamWSettings
+from mindformers_core.padding import own_slices, stored_shape
 from mindformers_core.program.observer import Instrumentation
 from mindformers_core.program.structure import tree_map
 from mindformers_core.sharding.declare import copy_cell, eager_cells
@@ -211,7 +212,9 @@ class _InitialValues(Instrumentation):
         for path, before in cell.parameters_and_names():
             part = parameters[id(before)]
             whole = self.found.setdefault(path, np.empty(part.global_shape, part.asnumpy().dtype))
-            whole[part.layout.local_slices(whole.shape, self.rank)] = part.asnumpy()
+            slices = part.layout.local_slices(stored_shape(part), self.rank)
+            own = whole[own_slices(slices, getattr(part, "part_sizes", ()))]
+            own[...] = part.asnumpy()[tuple(map(slice, own.shape))]
         return parameters
 
 

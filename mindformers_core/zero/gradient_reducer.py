@@ -3,11 +3,12 @@
 from mindspore import ops
 
 from mindformers_core.communication.world import process_state
+from mindformers_core.scopes import replaced
 from mindformers_core.sharding.optimizers_before import optimizers_holding
-from mindformers_core.sharding.parameter_storage import as_dtype
+from mindformers_core.sharding.parameter_storage import GradientSums, as_dtype
 
 
-class GradientReducer:
+class GradientReducer(GradientSums):
     """Sums and reduces the gradients of one step.
 
     Where sums are sharded (`HsdpSettings.sums_shards`), every micro-step's gradients are reduce-scattered, and the last
@@ -17,31 +18,29 @@ class GradientReducer:
 
     Args:
         storage: the `HsdpStorage`.
-        sums: number of a parameter -> the sum of its earlier gradients, in the dtype of reductions: whole, or
-            (`sums_shards`) the shard; the dict is emptied. Default: none.
 
     Attributes:
-        sums: as given, with the micro-steps since.
+        sums: number of a parameter -> the sum of its gradients, in the dtype of reductions: whole, or (`sums_shards`)
+            the shard.
     """
 
-    def __init__(self, storage, sums=None):
-        self.storage, self.sums = storage, {} if sums is None else sums
+    def __init__(self, storage):
+        super().__init__()
+        self.storage = storage
         self._reduced = {}  # number of a parameter -> its reduced gradient
         self._placeholder = ops.zeros((0,))  # a shape that no parameter has
 
-    def begin(self, is_last, at_once=False):
-        """Before the backward pass of a micro-step.
+    def number(self, place):
+        """See `GradientSums`."""
+        return self.storage.trained[place]
 
-        Args:
-            is_last: whether it is the last one of the step.
-            at_once: whether all gradients exist when the first is given, as those of a compiled function.
-        """
-        self._is_last, self._at_once, self._pending, self._next = is_last, at_once, {}, 0
+    def begin(self, is_last, scale, comes, at_once):
+        """See `GradientSums`."""
+        self._is_last, self._scale, self._pending, self._next = is_last, scale, {}, 0
         self._came = set()
-
-    def end(self):
-        """After the backward pass of a micro-step, which has given all gradients."""
-        assert self._next == len(self.storage.reduces), (self._next, sorted(self._pending))
+        settings = self.storage.settings
+        comes = comes and settings.reduces_as_they_come and (is_last or settings.sums_shards)
+        self._at_once, self.storage.reducer = comes and at_once, self if comes else None
 
     def came(self, number, gradient):
         """Take the whole gradient of parameter `number`; returns its replacement, so that its memory is freed."""
@@ -62,7 +61,8 @@ class GradientReducer:
         return self._placeholder
 
     def take(self, gradients):
-        """Take the whole gradients of trained parameters, in their order, but those that came; empties the list."""
+        """See `GradientSums`: take those that haven't come, also of a weight that nothing used."""
+        self.storage.reducer = None
         numbered = dict(zip(self.storage.trained, gradients, strict=True))
         gradients.clear()
         for number in self._came:
@@ -72,6 +72,7 @@ class GradientReducer:
             for number in bucket.members:
                 if number in numbered:
                     self.came(number, numbered.pop(number))
+        assert self._next == len(self.storage.reduces), (self._next, sorted(self._pending))
 
     def _add(self, bucket, gradients):
         """Add the whole gradients of a bucket to the sums; empties the list."""
@@ -81,18 +82,18 @@ class GradientReducer:
             members = [storage.parameters[number] for number in bucket.members]
             gradients = storage.collectives.scatter(members, gradients)
         for number in bucket.members:
-            gradient = gradients.pop(0)
-            if not is_alone:
-                plan = storage.parameters[number].plan
-                gradient = as_dtype(gradient, settings.precision.reduce_dtype(plan.dtype))
-            if number in self.sums:
-                gradient = self.sums.pop(number) + gradient
-            self.sums[number] = storage.meter.watch("gradients", gradient)
+            dtype = storage.parameters[number].plan.dtype
+            dtype = dtype if is_alone else settings.precision.reduce_dtype(dtype)
+            self.add(number, as_dtype(gradients.pop(0), dtype))
         if self._is_last:
-            del gradient
-            self.reduce(bucket)
+            self._reduce(bucket)
 
-    def reduce(self, bucket):
+    def add(self, number, gradient):
+        """See `GradientSums`."""
+        gradient = self.sums.pop(number) + gradient if number in self.sums else gradient  # no other reference is left
+        self.sums[number] = self.storage.meter.watch("gradients", gradient)
+
+    def _reduce(self, bucket):
         """Reduce the complete sums of a bucket: whole ones, or shards."""
         members = [self.storage.parameters[number] for number in bucket.members]
         sums = [self.sums.pop(number) for number in bucket.members]
@@ -101,18 +102,20 @@ class GradientReducer:
             reduce = collectives.all_reduce
         else:
             reduce = collectives.reduce_scatter if sums[0].shape == members[0].plan.shape else collectives.finish
-        self._reduced.update(zip(bucket.members, reduce(members, sums)))
+        with replaced(collectives, scale=self.storage.settings.scale if self._scale is None else self._scale):
+            self._reduced.update(zip(bucket.members, reduce(members, sums)))
 
-    def finish(self):
-        """The reduced gradients of all trained parameters, a tuple in their order, in the dtypes of the shards.
+    def finish(self, scale):
+        """See `GradientSums`: a tuple, in the dtypes of the shards; reduced now, unless the last ones were.
 
         Unsharded weights are freed before: gradients may take more memory in those dtypes.
 
         Raises:
             ValueError: at the first gradients of a function, an optimizer that can't work with shards.
         """
-        assert not self.sums, sorted(self.sums)
-        storage, gradients = self.storage, []
+        storage, gradients, self._scale = self.storage, [], scale
+        for bucket in [each for each in storage.reduces if each.members[0] in self.sums]:
+            self._reduce(bucket)
         storage.close()
         for number in storage.trained:
             gradient = as_dtype(self._reduced.pop(number), storage.parameters[number].plan.shard_dtype)

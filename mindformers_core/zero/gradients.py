@@ -1,16 +1,10 @@
 """`value_and_grad()`: the micro-steps of a Cell under `hsdp()`, and the reduced gradients of a step."""
 
-from mindspore import ParameterTuple, ops
-
 from mindformers_core.algorithms.dropout import block_of, draws_of, next_draw
 from mindformers_core.hints import check_loss
 from mindformers_core.mindspore_private import pynative_executor
-from mindformers_core.passes.forward_backward import ForwardBackward, is_differentiable
-from mindformers_core.passes.label_counts import label_count, scale_of_labels
-from mindformers_core.passes.stage_function import StageFunction
-from mindformers_core.scopes import replaced
+from mindformers_core.passes.cell_passes import CellPasses
 from mindformers_core.sharding.recordings import forget_recordings
-from mindformers_core.zero.gradient_reducer import GradientReducer
 from mindformers_core.zero.loss_scale import LossScale
 from mindformers_core.zero.storage import storage_of
 
@@ -70,83 +64,44 @@ def _check_loss_scale(loss_scale, storage):
         )
 
 
-class _GradientFunction:
-    """The function that `value_and_grad` returns."""
+class _GradientFunction(CellPasses):
+    """The function that `value_and_grad` returns: the runs of a pipeline of one stage, with a micro-batch each."""
 
     def __init__(self, cell, compiled, loss_scale, has_count):
-        self.loss_scale, self.storage, self.has_count = loss_scale, storage_of(cell), has_count
-        self._function = StageFunction(cell, None, compiled)
-        self._passes = ForwardBackward(lambda results: results[:1], self.storage.backward_scope)
-        self._weights = ParameterTuple([self.storage.parameters[number].unsharded for number in self.storage.trained])
-        self._reducer, self._micro_step, self._first_draw, self._count = None, 0, 0, 0  # of the step that has begun
-        self.storage.has_checked = False  # optimizers may have been built since
+        super().__init__(cell, storage_of(cell).label, None, compiled, loss_scale=loss_scale, has_count=has_count)
+        self._storage.has_checked = False  # optimizers may have been built since
 
     def __call__(self, *inputs, **kwargs):
-        self.storage.check_trained()
+        own, storage = self.weight_gradients, self._storage
+        storage.check_trained()
         try:
             self.prepare(*inputs, **kwargs)
-            if self._micro_step == 0:
-                self._begin()
-            is_last = self._micro_step == self.storage.settings.accumulate_grad_step - 1
-            results = self._forward_and_backward(inputs, kwargs, is_last)
-            self._micro_step += 1
-            gradients = self._finished() if is_last else None
+            if own.runs == 0:
+                if pynative_executor.grad_flag():  # an error has ended another gradient
+                    forget_recordings()
+                storage.check_closed()
+                self._first_draw = next_draw()
+            self.begin(training=True)
+            with draws_of(block_of(storage.replica, own.runs), self._first_draw):
+                results = self.forward(0, inputs, kwargs)
+            self.backward_input(0)
+            self.backward_weight(0)
+            if self.has_count:
+                own.labels = self.labels if own.labels is None else own.labels + self.labels
+            own.end(is_complete=True)
+            gradients = None
+            if own.runs == storage.settings.accumulate_grad_step:
+                gradients = own.reduced()
+                own.forget()
         except BaseException:
-            if self._reducer is not None:
-                self._end()
+            self._passes.forget()
+            own.forget()
             raise
+        if gradients is not None and self._loss_scale is not None:
+            gradients = self._loss_scale.unscale(gradients)
         return (results[0] if len(results) == 1 else results), gradients
 
     def prepare(self, *inputs, **kwargs):
         """Make the program of a call without computing; a `TensorMeta` may replace a tensor."""
-        self._function.make_program(inputs, kwargs)
-        self._function.check_gradients()
-
-    def _begin(self):
-        if pynative_executor.grad_flag():  # an error has ended another gradient
-            forget_recordings()
-        self.storage.check_closed()
-        self.storage.open(training=True)
-        self._reducer, self._first_draw = GradientReducer(self.storage), next_draw()
-
-    def _end(self):
-        """Drop the step, and free the unsharded weights."""
-        self._reducer, self._micro_step, self._count = None, 0, 0
-        self.storage.reducer = None
-        self._passes.forget()
-        self.storage.close()
-
-    def _forward_and_backward(self, inputs, kwargs, is_last):
-        """The results; the gradients of the backward pass go to the step's reducer."""
-        storage = self.storage
-        with draws_of(block_of(storage.replica, self._micro_step), self._first_draw):
-            results = self._passes.forward(0, lambda: self._checked(self._function(inputs, kwargs)), ())
-        factor = storage.settings.scale
-        if self.has_count:
-            self._count += label_count(results, storage.label)
-            factor = scale_of_labels(self._count.item(), storage.settings) if is_last else 1
-        as_they_come = storage.settings.reduces_as_they_come and (is_last or storage.settings.sums_shards)
-        self._reducer.begin(is_last, at_once=as_they_come and self._function.compiled)
-        storage.reducer = self._reducer if as_they_come else None
-        scale = 1.0 if self.loss_scale is None else self.loss_scale.value
-        with replaced(storage.collectives, scale=factor):
-            _, found = self._passes.backward(0, (ops.full_like(results[0], scale),), self._weights)
-            storage.reducer, found = None, list(found)
-            storage.free_units()
-            self._reducer.take(found)  # also of a weight whose hook MindSpore hasn't called, since nothing used it
-            self._reducer.end()
-        return results
-
-    def _finished(self):
-        gradients = self._reducer.finish()
-        self._end()
-        return gradients if self.loss_scale is None else self.loss_scale.unscale(gradients)
-
-    def _checked(self, results):
-        loss = results[0]
-        if loss.ndim > 0 or not is_differentiable(loss):
-            raise ValueError(
-                f"{self.storage.label} should return the loss, a floating scalar, alone or first: it gave a tensor of "
-                f"shape {tuple(loss.shape)} and dtype {loss.dtype}"
-            )
-        return results
+        self.function.make_program(inputs, kwargs)
+        self.function.check_gradients()

@@ -75,10 +75,10 @@ class HsdpStorage(ParameterStorage):
                 "block before"
             )
 
-    def prepare_pipeline(self):
+    def prepare_pipeline(self, stage_num):
         """See `ParameterStorage`."""
         self.check_trained()
-        if self.units and self.settings.reshard_after_forward is None:
+        if stage_num > 1 and self.units and self.settings.reshard_after_forward is None:
             self.units = ()
 
     def open(self, training=False):
@@ -137,31 +137,15 @@ class HsdpStorage(ParameterStorage):
         if self.is_training:
             self.meter.begin("update")
         self.is_open = self.is_training = False
+        self.reducer = None
 
     def free_units(self):
         """See `ParameterStorage`."""
         self.schedule.end()
 
-    def summed(self, gradients):
-        """See `ParameterStorage`: whole gradients, or (`sums_shards`) this rank's shards of their sums over ranks."""
-        reducer = GradientReducer(self)
-        reducer.begin(is_last=False)
-        reducer.take(gradients)
-        reducer.end()
-        return [reducer.sums[number] for number in self.trained]
-
-    def reduced(self, gradients, scale=None):
-        """See `ParameterStorage`: reduced over the data-parallel ranks, which all call this; empties the list.
-
-        Raises:
-            ValueError: at the first gradients, an optimizer that can't work with shards.
-        """
-        reducer = GradientReducer(self, dict(zip(self.trained, gradients, strict=True)))
-        gradients.clear()
-        with replaced(self.collectives, scale=self.settings.scale if scale is None else scale):
-            for bucket in self.reduces:
-                reducer.reduce(bucket)
-            return reducer.finish()
+    def gradient_sums(self):
+        """See `ParameterStorage`."""
+        return GradientReducer(self)
 
     @contextmanager
     def call_scope(self):

@@ -1,6 +1,7 @@
 """Distributed algorithms in generated programs, in PyNative and under jit, against one card: results and gradients.
 
-All placements of each operator, operator by operator, are in `case_operators`.
+All placements of each operator, operator by operator, are in `case_operators`, functions as authors write them, on
+simulated ranks, in `test_operators_as_written`: so some families are compiled at night only.
 """
 
 import mindspore as ms
@@ -91,25 +92,25 @@ def case_extreme_algorithms():
     check(*CASES["extremes"], [COLUMNS])
 
 
-@on_ranks(2)
+@on_ranks(nightly=(2,))
 def case_position_algorithms():
     check(*CASES["positions"], [COLUMNS])
     check(*CASES["positions from below"], [ROWS], ENGINES)
 
 
-@on_ranks(2)
+@on_ranks(nightly=(2,))
 def case_mean_algorithms():
     check(*CASES["means"], [COLUMNS])
     check(*CASES["means"], [ROWS], ENGINES)
 
 
-@on_ranks(2)
+@on_ranks(nightly=(2,))
 def case_statistics_algorithms():
     check(*CASES["statistics"], [COLUMNS])
     check(*CASES["bands"], [ROWS])
 
 
-@on_ranks(2)
+@on_ranks(nightly=(2,))
 def case_scan_algorithms():
     check(*CASES["scans"], [COLUMNS])
 

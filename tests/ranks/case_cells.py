@@ -218,6 +218,35 @@ def case_tied_frozen_and_many():
 
 
 @on_ranks(4)
+def case_manual_split():
+    """Of each column of ids its own part of a table, by MindSpore's attribute; in PyNative and compiled."""
+    sizes = 10, 20, 30, 4
+    ids = Tensor([[3, 29, 30, 60], [9, 10, 59, 63], [3, 11, 31, 63]], ms.int32)
+
+    def construct(self, ids):
+        return ops.sum(ops.square(self.gather(self.table, ids, 0) + self.bias))
+
+    def net():
+        gather = ops.Gather().add_prim_attr("manual_split", sizes)
+        with ms.DeviceCtx("meta"):
+            return cell_of(construct, table=weight(64, 2), bias=weight(2), gather=gather)
+
+    whole = net()
+    materialize(whole, 3)
+    loss, (of_table, of_bias) = ms.value_and_grad(whole, None, whole.trainable_params())(ids)
+    plan = {"": {"weight": {"table": layout("tp", pad=sizes)}, "output": layout()}}
+    cell, rank = shard(net(), init_device_mesh((4,), ("tp",)), plan=plan, seed=3), world().rank
+    gradient = ms.value_and_grad(cell, None, cell.trainable_params())
+    mine = of_table.asnumpy()[sum(sizes[:rank]) :][: sizes[rank]]
+    for function in (gradient, jit(gradient)):
+        found, (table, bias) = function(ids)
+        local = found.to_local() if hasattr(found, "to_local") else found
+        np.testing.assert_allclose(float(local), float(loss), 1e-5)
+        np.testing.assert_allclose(table.asnumpy(), np.pad(mine, ((0, 30 - len(mine)), (0, 0))), 1e-5)
+        np.testing.assert_allclose(bias.asnumpy(), of_bias.asnumpy(), 1e-5)
+
+
+@on_ranks(4)
 def case_weights_that_their_input_contradicts():
     """ZeRO-3 (weights sharded over the batch's own axis), and weights cut like nothing else, or on both axes."""
     mesh = init_device_mesh((2, 2), ("dp", "tp"))

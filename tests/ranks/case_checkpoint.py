@@ -8,14 +8,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from case_training import CONFIGS, SMALL, job_on, pipeline
+from case_training import CONFIGS, SMALL, compare_with_one_rank, job_on, pipeline
+from safetensors import safe_open
 from support.launch import on_ranks
 
 from mindformers_core.checkpoint.load import check_checksums, open_checkpoint
+from mindformers_core.checkpoint.regions import inside, whole
 from mindformers_core.checkpoint.save import SaveError
+from mindformers_core.checkpoint.tensors import model_parts
 from mindformers_core.commands.compare import read_losses
 from mindformers_core.communication import world
 from mindformers_core.communication.messages import gather_values
+from mindformers_core.padding import padded_array
 from mindformers_core.recipe.loader import load_recipe
 from mindformers_core.trainer.checkpoints import resume, save_job
 from mindformers_core.trainer.trainer import Trainer
@@ -60,6 +64,32 @@ def case_saved_on_one_mesh_and_resumed_on_others():
         np.testing.assert_allclose(found, expected, rtol=1e-5, err_msg=str(overrides))
     gather_values(job.mesh, None)  # all ranks have read, before one of them removes the folder
     if world().rank == 0:
+        shutil.rmtree(folder)
+
+
+@on_ranks(4)
+def case_vocabulary_that_no_axis_divides():
+    """257 ids: trained on tp 4 as on one card, resumed on tp 3, compiled, and on one card; files have 257 rows."""
+    folder, rank = folder_of("vocabulary"), world().rank
+    heads = [f"model.{key}=12" for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size")]
+    options = (*heads, "model.hidden_size=24")
+    job = compare_with_one_rank(f"training.output_dir={folder}", shape=(1, 1, 1, 4), alike=options, steps=2)
+    saved = open_checkpoint(save_job(job))
+    rows = {name: placed.shape[0] for (_, name), placed in saved.tensors.items() if "embed" in name or "head" in name}
+    assert len(rows) == 2 + 4 and {*rows.values()} == {257}, "weights and moments"
+    last = [each for each in job.optimizer.parameters if rank == 3 and hasattr(each, "part_sizes")]
+    assert all(each.shape == (65, 24) and not each[62:].asnumpy().any() for each in last)
+    shape, ranks, mode = ((1, 1, 1, 3), [0, 1, 2], 0) if rank < 3 else ((1, 1, 1, 1), [3], 1)
+    resumed = job_on(shape, ranks, *options, f"context.mode={mode}")
+    resume(resumed, saved)
+    for part, parameter in model_parts(resumed.cells.values(), rank).items():
+        with safe_open(saved.tensors[part.key].file, "np") as file:
+            expected = padded_array(file.get_tensor(part.name)[inside(part.box, whole(part.shape))], parameter.shape)
+        np.testing.assert_array_equal(parameter.asnumpy(), expected, part.name)
+    found = [numbers(resumed.train_step()) for _ in range(2)]
+    np.testing.assert_allclose(found, [numbers(job.train_step()) for _ in range(2)], rtol=1e-5)
+    gather_values(job.mesh, None)
+    if rank == 0:
         shutil.rmtree(folder)
 
 

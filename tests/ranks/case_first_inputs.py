@@ -22,11 +22,11 @@ PLAN = {"": {"input": {"x": layout("dp", None), "labels": layout("dp")}}, "fc": 
 
 
 def loss(self, x, labels):
-    return ops.cross_entropy(self.fc(x), labels)
+    return ops.mean(ops.sum(self.fc(x), 1) * labels)
 
 
 def net_on(mesh, **settings):
-    """A linear layer and the loss of its results, the same on every mesh."""
+    """A linear layer and a loss of its results that is quickly planned, the same on every mesh."""
     ms.set_seed(1)
     net = cell_of(loss, fc=mint.nn.Linear(8, 4, bias=False))
     return net if mesh is None else shard(net, mesh, plan=PLAN, **settings)

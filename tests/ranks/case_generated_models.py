@@ -41,27 +41,15 @@ def case_language_models_on_tp():
     check_all(language.EXAMPLES, (world().size,), ("tp",), in_graph=("llama",))
 
 
-@on_ranks(4)
+@on_ranks(nightly=(4,))
 def case_small_models_on_dp_2_tp_2():
     """The batch cut over one axis, weights over the other; one is compiled, too."""
-    check_all(("mlp", "experts", "two towers"), (2, 2), ("dp", "tp"), in_graph=("mlp",))
+    check_all(SMALL, (2, 2), ("dp", "tp"), in_graph=("mlp",))
 
 
 @on_ranks(nightly=(4,))
-def case_other_small_models_on_dp_2_tp_2():
-    """All others."""
-    check_all([name for name in SMALL if name not in ("mlp", "experts", "two towers")], (2, 2), ("dp", "tp"))
-
-
-@on_ranks(4)
 def case_language_models_on_dp_2_tp_2():
-    """The batch cut over one axis, weights over the other. Llama's training is in `case_training`, compiled."""
-    check_all(("tied language model", "batch second"), (2, 2), ("dp", "tp"))
-
-
-@on_ranks(nightly=(4,))
-def case_compiled_language_models_on_dp_2_tp_2():
-    """Tied embeddings in a graph, and a batch that isn't the first dim."""
+    """Tied embeddings, a batch that isn't the first dim, also in graphs. Llama's training is in `case_training`."""
     names = "tied language model", "batch second"
     check_all(names, (2, 2), ("dp", "tp"), in_graph=names)
 

@@ -101,7 +101,7 @@ def sharded(compiled, level="level3", tp=2, swapped=None, **settings):
             loss, gradients = gradient_of(x)
             found += [float(loss), *arrays(gradients)]
     if compiled and level == "level3":
-        functions = [name for name, *_ in gradient_of._function._cells_compiled._graphs]
+        functions = [name for name, *_ in gradient_of.function._cells_compiled._graphs]
         assert len(set(functions)) == len(functions) <= 5, functions  # the first layer isn't like the others
     return found, sum(counted.values()), sent
 

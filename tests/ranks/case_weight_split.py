@@ -49,16 +49,11 @@ def check(shape, axes, tied, sequence_parallel=False, compiled=True):
     check_made(lambda: llama(mesh, tied, sequence_parallel), micro_batches(mesh), compiled)
 
 
-@on_ranks(2)
-def case_split_backward_on_tp_2():
-    """Weights cut over the ranks; with sequence parallelism, too."""
-    check((2,), ("tp",), tied=True, compiled=False)
-    check((2,), ("tp",), tied=False, sequence_parallel=True, compiled=False)
-
-
 @on_ranks(nightly=(2,))
-def case_compiled_split_backward_on_tp_2():
+def case_split_backward_on_tp_2():
+    """Weights cut over the ranks, also compiled; with sequence parallelism, too."""
     check((2,), ("tp",), tied=True)
+    check((2,), ("tp",), tied=False, sequence_parallel=True, compiled=False)
 
 
 def blocks():

@@ -1,5 +1,6 @@
 """What a step under `hsdp()` takes and sends on a rank: measured, computed, and by the formulas of the ZeRO paper."""
 
+import mindspore as ms
 import numpy as np
 import psutil
 from mindspore import Tensor, nn
@@ -7,6 +8,8 @@ from support.launch import on_ranks
 
 from mindformers_core.communication import count_collectives
 from mindformers_core.optimizers.adamw import AdamW
+from mindformers_core.pipeline import PipelineStage, Schedule1F1B
+from mindformers_core.sharding.sharded_cells import tree_of
 from mindformers_core.tensor_parallel import explain
 from mindformers_core.zero import MixedPrecision, hsdp, memory_report, value_and_grad
 from mindformers_core.zero.explained import explained_lines
@@ -25,6 +28,7 @@ class Tower(nn.Cell):
 
     def __init__(self):
         super().__init__()
+        ms.set_seed(1)
         self.layers = nn.CellList([nn.Dense(SIZE, SIZE) for _ in range(LAYERS)])
 
     def construct(self, x):
@@ -61,12 +65,13 @@ class Training:
         counts: what the last step has sent.
     """
 
-    def __init__(self, policy, level, compiled=False, **options):
+    def __init__(self, policy, level, compiled=False, as_stage=False, **options):
         shard_size, name = SHARDED[level]
         options = {"mixed_precision": MIXED if policy == "mixed" else None, "comm_fusion": 0.1, **options}
         self.cell = hsdp(Tower(), shard_size, 1, name, **options)
         self.optimizer = AdamW(self.cell.trainable_params())
-        self.gradient_of, self.compiled = value_and_grad(self.cell, compiled), compiled
+        made = stage_gradients if as_stage else value_and_grad
+        self.gradient_of, self.compiled = made(self.cell, compiled), compiled
 
     def steps(self, number):
         x = Tensor(np.ones((2, SIZE), np.float32))
@@ -78,6 +83,21 @@ class Training:
             self.optimizer(self.gradients, *self.optimizer.scalars(index + 1, 1e-3))
         self.report = memory_report(self.cell, self.optimizer, compiled=self.compiled)
         return self
+
+
+def stage_gradients(cell, compiled):
+    """As `value_and_grad`, by the runs of a pipeline of one stage."""
+    schedule = Schedule1F1B(PipelineStage(cell, 0, 1, compiled=compiled), 1)
+
+    def gradient_of(x):
+        loss, (stage,) = schedule.run(x), schedule.stages
+        if stage.weight_gradients.runs < tree_of(cell).storage.settings.accumulate_grad_step:
+            return loss, None
+        gradients = stage.gradients
+        stage.zero_gradients()
+        return loss, gradients
+
+    return gradient_of
 
 
 def resident_megabytes():
@@ -106,7 +126,8 @@ def case_measured_memory_is_that_of_the_formulas():
 
 @on_ranks(4)
 def case_measured_memory_and_traffic_of_other_steps():
-    """Micro-steps, kept weights, one bucket for all, a compiled function; replicas: what a step sends, to the byte."""
+    """Micro-steps, kept weights, one bucket for all, a compiled function; replicas: what a step sends, to the byte. The
+    runs of a pipeline of one stage take and send the same, and give the same gradients."""
     for policy, level, options in (
         ("float32", "level1", {"accumulate_grad_step": 3, "comm_fusion": 0.2}),
         ("mixed", "level2", {"accumulate_grad_step": 2, "gradient_accumulation_shard": False}),
@@ -131,6 +152,11 @@ def case_measured_memory_and_traffic_of_other_steps():
         for (_, kind), counted in traffic_of_step(training.report.step).items():
             expected[kind] = tuple(map(sum, zip(expected.get(kind, (0, 0)), counted)))
         assert sent == expected, (policy, level, options)
+        if level == "replicas" or options.keys() & {"comm_fusion", "prefetch", "compiled"}:
+            stage = Training(policy, level, as_stage=True, **options).steps(2)
+            assert (stage.report.measured, stage.counts) == (training.report.measured, training.counts), options
+            for one, other in zip(stage.gradients, training.gradients, strict=True):
+                np.testing.assert_array_equal(one.asnumpy(), other.asnumpy())
         said = explain(training.cell)
         assert all(line in said for line in explained_lines(training.report.step))
 

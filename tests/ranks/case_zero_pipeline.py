@@ -10,7 +10,6 @@ from mindformers_core.mesh import init_device_mesh
 from mindformers_core.pipeline import (
     PipelineScheduleMulti,
     Schedule1F1B,
-    ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleZBH1,
     ScheduleZBV,
@@ -76,7 +75,6 @@ def case_zero_stages_equal_one_card():
         (ScheduleInterleaved1F1B, "level1", None, False),
         (Schedule1F1B, "level2", None, False),
         (ScheduleZBH1, "level3", None, False),
-        (ScheduleGPipe, "level3", True, False),
         (ScheduleZBH1, "level3", True, True),
     ):
         units = first_layers if compiled else None

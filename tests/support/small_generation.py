@@ -23,7 +23,7 @@ SMALL = (
     "training.local_batch_size=2", "training.global_batch_size=8", "train_dataset.seq_length=16",
     "model.hidden_size=16", "model.intermediate_size=24", "model.num_hidden_layers=4", "model.num_attention_heads=4",
     "model.num_key_value_heads=2", "model.initializer_range=0.4", "model.max_position_embeddings=256",
-    "lr_scheduler.learning_rate=0.01", "lr_scheduler.warmup_steps=0",
+    "lr_scheduler.learning_rate=0.01", "lr_scheduler.warmup_steps=0", "model.vocab_size=257",
 )  # fmt: skip
 PROMPTS = [list(b"def main("), list(b"import"), list(b"x"), list(b"    return self.value")]
 LENGTH = max(map(len, PROMPTS))
