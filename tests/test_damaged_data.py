@@ -134,7 +134,7 @@ FILES = {  # name -> (a function that makes the data in a folder, what is said b
     "a first mark": (megatron("idx", at(82, 1)), "is damaged: document 0 begins at sequence 1 of 4"),
     "another place": (megatron("idx", at(58, 10**9)), "is damaged: document 1 begins at sequence 1 of 4"),
     "another length": (megatron("idx", at(34, 2**32 + 2)), "is damaged: document 1 begins at sequence 1 of 4"),
-    "no Parquet": (plain("a.parquet", b"PAR1"), "can't be read as Parquet: "),
+    "no Parquet": (parquet(lambda data: b"PAR1"), "can't be read as Parquet: "),
     "cut Parquet": (parquet(lambda data: data[:300]), "can't be read as Parquet: "),
     "damaged Parquet": (parquet(lambda data: data[:20] + bytes(100) + data[120:]), "can't be read as Parquet: "),
     "no MindRecord": (plain("a.mindrecord", b"tokens" * 99), "can't be read as MindRecord: "),
