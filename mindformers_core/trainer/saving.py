@@ -6,7 +6,7 @@ from mindformers_core.analysis.recovery import Job, best_interval, costs_of, sec
 from mindformers_core.hints import seconds_shown
 
 _FIRST, _MOST = 5, 1000  # steps before the first save with auto; those whose seconds are kept
-_NEWS = 1.1  # factor between intervals of which both are told
+_NEWS = 1.5  # factor between intervals of which both are told
 
 
 class Saving:
@@ -23,8 +23,9 @@ class Saving:
 
     def __init__(self, section, ranks, checkpointer):
         self._section, self._ranks, self._checkpointer = section, ranks, checkpointer
-        self._interval = None if section.save_interleaved_steps == "auto" else section.save_interleaved_steps
-        self._mtbf = None if self._interval else seconds_of(section.mtbf)
+        is_auto = section.save_interleaved_steps == "auto"
+        self._interval = _FIRST if is_auto else section.save_interleaved_steps
+        self._mtbf = seconds_of(section.mtbf) if is_auto else None
         self._rows, self._next, self._told = deque(maxlen=_MOST), None, 0
 
     def is_due(self, row):
@@ -32,8 +33,7 @@ class Saving:
         step, every = row["step"], self._section.keep_every
         if self._mtbf is None:
             return step % self._interval == 0
-        if self._next is None:
-            self._next, self._interval = step + _FIRST - 1, _FIRST
+        self._next = self._next or step + _FIRST - 1
         self._rows.append({"seconds": row["seconds"]})
         return step >= self._next or (every > 0 and step % every == 0)
 
