@@ -117,7 +117,8 @@ def case_resumed_run_with_few_checkpoints():
     unbroken = run("unbroken", *saving, *evaluating, "checkpoint.keep_every=3", "checkpoint.async_save=true")
     assert sorted(os.listdir(f"{folder}/unbroken/checkpoint")) == ["step_3", "step_4"]
     path = f"checkpoint.load_path={folder}/unbroken/checkpoint/step_3"
-    assert run("resumed", path, *evaluating) == {4: unbroken[4]}
+    auto = "checkpoint.save_interleaved_steps=auto", "checkpoint.mtbf=1h", "checkpoint.enable_save=true"
+    assert run("resumed", path, *evaluating, *auto) == {4: unbroken[4]}
     assert len(evaluated[0]) == 1 and evaluated[0] == evaluated[1]
     if world().rank == 0:
         check_checksums(open_checkpoint(f"{folder}/unbroken/checkpoint/step_4"))
