@@ -15,6 +15,7 @@ from support.documents import code_blocks
 from support.launch import ROOT
 
 from mindformers_core import explain, init_device_mesh, jit, shard, verify
+from mindformers_core.commands.command_line import main
 from mindformers_core.communication.world import rank_of
 from mindformers_core.layout import layout
 from mindformers_core.models import LayerRange, LlamaConfig, LlamaForCausalLM, ModelSpec, ModuleSpec, build_module
@@ -263,3 +264,11 @@ def test_mistakes():
     with get_fp8_context(SimpleNamespace(fp8=None), 3):
         assert ColumnParallelLinear(2, 2).fp8 is None
     assert Fp8Policy() != Fp8Policy(backward="e4m3")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("config", ["zero", "pp"])
+def test_llamas_recipes_are_verified(config, capsys):
+    given = [str(ROOT / "configs" / f"llama_tiny_{config}.yaml"), "model.fp8=hybrid", "model.num_hidden_layers=2"]
+    assert main(["verify", "--config", *given, "parallelism.sequence_parallel=true"]) == 0
+    assert "no difference" in capsys.readouterr().out
