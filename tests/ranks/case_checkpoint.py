@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import tempfile
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from case_training import CONFIGS, SMALL, compare_with_one_rank, job_on, pipelin
 from safetensors import safe_open
 from support.launch import on_ranks
 
+from mindformers_core.checkpoint.folders import newest_checkpoint
 from mindformers_core.checkpoint.load import check_checksums, open_checkpoint
 from mindformers_core.checkpoint.regions import inside, whole
 from mindformers_core.checkpoint.save import SaveError
@@ -115,10 +117,31 @@ def case_resumed_run_with_few_checkpoints():
     unbroken = run("unbroken", *saving, *evaluating, "checkpoint.keep_every=3", "checkpoint.async_save=true")
     assert sorted(os.listdir(f"{folder}/unbroken/checkpoint")) == ["step_3", "step_4"]
     path = f"checkpoint.load_path={folder}/unbroken/checkpoint/step_3"
-    assert run("resumed", path, *evaluating) == {4: unbroken[4]}
+    auto = "checkpoint.save_interleaved_steps=auto", "checkpoint.mtbf=1h", "checkpoint.enable_save=true"
+    assert run("resumed", path, *evaluating, *auto) == {4: unbroken[4]}
     assert len(evaluated[0]) == 1 and evaluated[0] == evaluated[1]
     if world().rank == 0:
         check_checksums(open_checkpoint(f"{folder}/unbroken/checkpoint/step_4"))
+        shutil.rmtree(folder)
+
+
+@on_ranks(2)
+def case_a_signal_to_one_rank_ends_all_after_one_step():
+    """SIGTERM at rank 1 after step 2: both save step 3, whole also beside training, and leave with 75."""
+    folder, steps = folder_of("signal"), []
+    saving = ("checkpoint.enable_save=true", "checkpoint.async_save=true", "checkpoint.grace=1000000")
+    job = job_on((1, 2, 1, 1), None, *MODEL, f"training.output_dir={folder}", *saving)
+    with pytest.raises(SystemExit) as left:
+        for row in job.steps():
+            steps.append(row["step"])
+            if row["step"] == 2 and world().rank == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+    assert left.value.code == 75
+    assert gather_values(job.mesh, steps) == {0: [1, 2, 3], 1: [1, 2, 3]}
+    assert newest_checkpoint(folder) == f"{folder}/checkpoint/step_3"
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if world().rank == 0:
+        assert list(read_losses(folder)) == [1, 2, 3]
         shutil.rmtree(folder)
 
 
