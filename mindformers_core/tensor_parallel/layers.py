@@ -87,17 +87,18 @@ class RowParallelLinear(Linear):
 
 
 class VocabParallelLinear(ColumnParallelLinear):
-    """A `ColumnParallelLinear` without bias whose output features are a vocabulary, of any size: logits.
+    """A `ColumnParallelLinear` whose output features are a vocabulary, of any size: logits.
 
     Where `tp` doesn't divide it, see `vocabulary_logits`.
     """
 
     def shard(self, config=None):
         inputs, outputs, _ = super().shard(config)
-        return inputs, outputs, {"weight": layout("tp", None, pad=True)}
+        return inputs, outputs, self.own_layouts(layout("tp", None, pad=True), layout("tp", pad=True))
 
     def construct(self, x):
-        return vocabulary_logits(x, self.weight)
+        logits = vocabulary_logits(x, self.weight)
+        return logits if self.bias is None else ops.add(logits, with_padding(self.bias))
 
 
 class VocabParallelEmbedding(nn.Cell):
