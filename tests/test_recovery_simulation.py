@@ -5,7 +5,7 @@ import math
 import random
 
 import pytest
-from support.job_events import failures_of, measured_ettr, simulated_ettr
+from support.job_events import failures_of, measured_ettr, new_events, simulated_ettr
 
 from mindformers_core.analysis.recovery import Job, best_interval, draw_failures, seconds_of, simulate
 from mindformers_core.checkpoint.parts import Ranks
@@ -98,6 +98,14 @@ def test_the_measured_ettr_is_that_of_the_simulator(background):
     assert measured_ettr(events[:-1]) == pytest.approx(done / 313.1, 0.01)
     assert simulated_ettr(events[:-1], 8) == pytest.approx(measured_ettr(events[:-1]), 0.01)
     assert simulated_ettr(events[:-1], 2) < 0.9 * measured_ettr(events[:-1])
+
+
+def test_events_of_rows():
+    """A job that is killed after step 3 and goes on from step 2: its rows are written again."""
+    known, rows = {}, [{"step": 1, "seconds": 1.0}, {"step": 2, "seconds": 1.1, "save_seconds": 0.5}]
+    assert [*new_events(rows, known, 9.0)] == [(9.0, "step", 1), (8.5, "step", 2), (9.0, "save", 2)]
+    assert [*new_events([*rows, {"step": 3, "seconds": 1.2}], known, 10.0)] == [(10.0, "step", 3)]
+    assert [*new_events([*rows, {"step": 3, "seconds": 1.3}], known, 19.0)] == [(19.0, "step", 3)]
 
 
 def test_times():

@@ -21,6 +21,19 @@ def simulated_ettr(events, interval):
     return simulate(_job(events), interval, failures_of(events))["ettr"]
 
 
+def new_events(rows, known, now):
+    """Events of the rows of a running job's metrics.jsonl that aren't `known`, a dict that this fills: step -> seconds.
+
+    A row is written after the save of its step, where it has one. Call this often, and sort all events in the end.
+    """
+    for row in rows:
+        if known.get(row["step"]) != row["seconds"]:  # a step that is done again takes another time
+            known[row["step"]], save = row["seconds"], row.get("save_seconds", 0.0)
+            yield now - save, "step", row["step"]
+            if save:
+                yield now, "save", row["step"]
+
+
 def failures_of(events):
     """The failures of `simulate`, and the end of the job as a last one. A death that lost no step is one "memory"."""
     failures, last = [], events[0][0]
