@@ -133,7 +133,7 @@ def _train(arguments):
 
     trainer = Trainer(recipe)
     summary = trainer.run()
-    if trainer.rank == 0:
+    if trainer.rank == 0 and summary is not None:
         print(summary)
     return 0
 
