@@ -12,6 +12,9 @@ Usage: bash scripts/mpirun_launch.sh COMMAND [WORKER_NUM] [HOSTFILE]
   WORKER_NUM  processes on all machines together (8)
   HOSTFILE    Open MPI's list of machines ("address slots=8" a line); default: this machine alone
 
+The environment variables RESTARTS, MIN_WORKERS, EXCLUDE, REJOIN_TIMEOUT, BACKOFF and TIME_LIMIT start it again after a
+death: docs/recovery.md. What processes tell the supervisor lies in output/mpirun_log, which all machines have to see.
+
 The program calls init_distributed(), which is init("nccl") here. Example:
   bash scripts/mpirun_launch.sh "-m mindformers_core train --config configs/llama3_8b.yaml context.device_target=GPU" 8
 TEXT
@@ -43,4 +46,13 @@ export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH}
 options=(-n "$worker_num" --tag-output)
 [ "$(id -u)" != 0 ] || options+=(--allow-run-as-root)
 [ -z "${3:-}" ] || options+=(--hostfile "$3" -x PYTHONPATH -x PATH)
-exec mpirun "${options[@]}" "$python" "${COMMAND_WORDS[@]}"
+supervisor=()
+command=("${COMMAND_WORDS[@]}")
+if [ "${RESTARTS:-0}" != 0 ]; then
+    [ -z "${EXCLUDE:-}" ] || [ -z "${3:-}" ] || fail "EXCLUDE names processes of one machine, not of a HOSTFILE: leave it out"
+    supervisor=("$python" "$ROOT/scripts/supervisor.py" --workers "$worker_num" --log_dir output/mpirun_log --launch)
+    command=(--command "${COMMAND_WORDS[@]}")
+    options[1]="{workers}"
+    options+=(-x MINDFORMERS_SUPERVISOR -x MINDFORMERS_RESTART -x MINDFORMERS_WORKERS)
+fi
+exec "${supervisor[@]}" mpirun "${options[@]}" "$python" "${command[@]}"

@@ -20,8 +20,19 @@ Usage: bash scripts/msrun_launch.sh COMMAND [WORKER_NUM] [LOCAL_WORKER] [MASTER_
                     False: start them and return at once; nobody then notices a failure
   CLUSTER_TIME_OUT  seconds to wait until all processes have met (7200)
 
+Environment variables (docs/recovery.md):
+  GRACE             seconds that workers have after SIGTERM (40)
+  RESTARTS          how often the job is started again after a death, from its newest checkpoint (0)
+  MIN_WORKERS       with how many processes it goes on at least (WORKER_NUM)
+  EXCLUDE           numbers of processes, from 0, that can't be used now, as "2 3", or a file with them, read again
+                    and again: the job goes on with fewer, and with more when they are back (none)
+  REJOIN_TIMEOUT    seconds to wait for MIN_WORKERS, and until the processes of a restart have met (600)
+  BACKOFF           seconds before a restart; twice as many after each start without a step (1)
+  TIME_LIMIT        seconds from the first start after which there is no restart (none)
+
 Examples:
   bash scripts/msrun_launch.sh "-m mindformers_core train --config configs/llama_tiny_cpu.yaml" 4
+  RESTARTS=10 bash scripts/msrun_launch.sh "-m mindformers_core train --config configs/llama_tiny_cpu.yaml checkpoint.enable_save=true" 4
   Two machines with 8 devices each, run on both with their own NODE_RANK:
   bash scripts/msrun_launch.sh "-m mindformers_core train --config configs/llama3_8b.yaml parallelism.data_parallel_shard=2" 16 8 192.168.1.1 8118 0
 TEXT
@@ -40,6 +51,21 @@ if [ $# = 6 ] && [[ $5 =~ ^(True|False)$ ]]; then
 fi
 python=$(launch_python) || exit 1
 export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH}
-exec "$python" "$ROOT/scripts/msrun_watch.py" --worker_num="$worker_num" --local_worker_num="${3:-$worker_num}" \
-    --master_addr="${4:-127.0.0.1}" --master_port="${5:-8118}" --node_rank="${6:-0}" \
-    --log_dir="${7:-output/msrun_log}" --join="${8:-True}" --cluster_time_out="${9:-7200}" -- "${COMMAND_WORDS[@]}"
+local_workers=${3:-$worker_num}
+workers=$worker_num
+supervisor=()
+command=("${COMMAND_WORDS[@]}")
+if [ "${RESTARTS:-0}" != 0 ]; then
+    supervisor=("$python" "$ROOT/scripts/supervisor.py" --workers "$worker_num" --log_dir "${7:-output/msrun_log}" --launch)
+    command=(--command "${COMMAND_WORDS[@]}")
+    workers="{workers}"
+    if [ "$local_workers" = "$worker_num" ]; then
+        local_workers="{workers}"
+    elif [ -n "${EXCLUDE:-}" ]; then
+        fail "EXCLUDE names processes of one machine, and this job has several: leave it out"
+    fi
+fi
+exec "${supervisor[@]}" "$python" "$ROOT/scripts/msrun_watch.py" --worker_num="$workers" \
+    --local_worker_num="$local_workers" --master_addr="${4:-127.0.0.1}" --master_port="${5:-8118}" \
+    --node_rank="${6:-0}" --log_dir="${7:-output/msrun_log}" --join="${8:-True}" \
+    --cluster_time_out="${9:-${REJOIN_TIMEOUT:-7200}}" -- "${command[@]}"

@@ -2,11 +2,11 @@
 
 Left alone, msrun waits for its scheduler after a worker has failed: 30 s if the ranks had met, CLUSTER_TIME_OUT
 (7200 s) if they had not. It also leaves its workers running when it is terminated, and what a killed worker has
-started. Here the scheduler gets a few seconds, and nothing that was started stays behind.
+started. Here the scheduler gets a few seconds, SIGTERM is passed on to workers, and nothing that was started stays
+behind.
 """
 
 import argparse
-import ctypes
 import os
 import re
 import signal
@@ -17,17 +17,17 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-import psutil
+from processes import SCHEDULER, become_subreaper, failed_workers, is_gone, kill_children, process_ranks
 
 POLL_SECONDS = 0.2
 SCHEDULER_GRACE_SECONDS = 3
+GRACE_SECONDS = 40  # after SIGTERM, more than checkpoint.grace; the variable GRACE has another number
 LAST_LINES = 30
 FOR_OTHERS = 75  # exit code of a worker that ends since others failed, or wait (mindformers_core.hangs.watcher)
 WORKER_FAILED = re.compile(r"Worker process (\d+) exit with exception\. Error code: (-?\d+)")
 # The report of a hang (mindformers_core.hangs.report), and the lines that tell why a worker failed by itself
 REPORT = re.compile(r"^.*\nWhere the ranks are:\n(?:(?:- |Python stack |    |\d+ more |Where ).*\n?)+", re.MULTILINE)
 CAUSE = re.compile(r"^(Traceback \(most recent call last\)|error: )", re.MULTILINE)
-_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of <linux/prctl.h>
 # MindSpore prints these whatever GLOG_v says; they stay in the log file.
 NOISE = re.compile(r"^\[INFO\] [A-Z_]+\(")
 
@@ -112,10 +112,11 @@ def run(args):
     logs = {rank: args.log_dir / f"worker_{rank}.log" for rank in range(first, first + args.local_worker_num)}
     args.log_dir.mkdir(parents=True, exist_ok=True)
     remove_old_logs(args)
-    ctypes.CDLL(None).prctl(_SUBREAPER, 1)  # what a killed worker has started becomes a child of this process
+    become_subreaper()
     print(f"{args.local_worker_num} of {args.worker_num} workers start here, logs in {args.log_dir}", flush=True)
+    ending = Ending(float(os.environ.get("GRACE") or GRACE_SECONDS))
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
+        signal.signal(number, ending.hear)
     with (args.log_dir / "msrun.log").open("w+", errors="replace") as msrun_log:
         msrun = subprocess.Popen(
             msrun_command(args),
@@ -127,7 +128,7 @@ def run(args):
         )
         joined = args.join == "True"
         try:
-            failure = watch(msrun, msrun_log, Follower(logs[first])) if joined else None
+            failure = watch(msrun, msrun_log, Follower(logs[first]), ending) if joined else None
         finally:
             if joined:
                 kill_children(os.getpid())
@@ -135,6 +136,31 @@ def run(args):
     if code or failure:
         return report(failure, code, args.log_dir, logs)
     return 0
+
+
+class Ending:
+    """SIGTERM for all workers, and the seconds that they have then. The second signal here ends them at once."""
+
+    def __init__(self, grace):
+        self.grace, self.deadline, self._told = grace, None, set()
+
+    def hear(self, number, frame):
+        """The handler of signals."""
+        if number != signal.SIGTERM or self.deadline is not None:
+            sys.exit(128 + number)
+        self.begin()
+
+    def begin(self):
+        """From now on workers are asked to leave."""
+        self.deadline = self.deadline or time.monotonic() + self.grace
+
+    def pass_on(self, pids):
+        """Send each of these workers the signal, once. Returns whether their time is over."""
+        for pid in {*pids}.difference(self._told) if self.deadline is not None else ():
+            self._told.add(pid)
+            with suppress(OSError):
+                os.kill(pid, signal.SIGTERM)
+        return self.deadline is not None and time.monotonic() > self.deadline
 
 
 def remove_old_logs(args):
@@ -181,21 +207,34 @@ def worker_environment():
     return {"GLOG_v": "3", **os.environ, "PATH": path, "PYTHONUNBUFFERED": "1"}
 
 
-def watch(msrun, msrun_log, follower):
-    """Wait for msrun to end. Returns `(rank or None, exit code)` of the worker that began the end, or `None`."""
-    ranks, failures, deadline = {}, {}, None
+def watch(msrun, msrun_log, follower, ending):
+    """Wait for msrun to end. Returns `(rank or None, exit code)` of the worker that began the end, or `None`.
+
+    Under a supervisor workers leave, and are started again, where the scheduler is gone: without it they fail at their
+    end. Its rank is here "scheduler".
+    """
+    ranks, failures, deadline, scheduler = {}, {}, None, None
+    is_supervised = "MINDFORMERS_SUPERVISOR" in os.environ
     while msrun.poll() is None:
         time.sleep(POLL_SECONDS)
         follower.show()
-        ranks.update(worker_ranks(msrun.pid))
+        found = process_ranks(msrun.pid)
+        scheduler = found.pop(SCHEDULER, scheduler)
+        ranks.update(found)
+        if is_supervised and ending.deadline is None and not failures and is_gone(scheduler):
+            print("msrun_launch.sh: the scheduler is gone: workers leave", file=sys.stderr)
+            failures[SCHEDULER] = -signal.SIGKILL
+            ending.begin()
+        if ending.pass_on(ranks):
+            kill_children(msrun.pid)
         ended = failed_workers(ranks)  # msrun looks once a second, in order of ranks: others may have failed of it
         if find_failure(msrun_log, ranks):  # msrun kills the others
             ended = [(rank, code) for rank, code in ended if code != -signal.SIGKILL]
         for rank, code in [*ended, *find_failure(msrun_log, ranks)]:
             failures.setdefault(rank, code)
-        if failures and deadline is None:
+        if {*failures} - {SCHEDULER} and deadline is None:
             deadline = time.monotonic() + SCHEDULER_GRACE_SECONDS
-        elif failures and time.monotonic() > deadline:
+        elif deadline is not None and time.monotonic() > deadline:
             kill_children(msrun.pid)
             deadline = float("inf")
     follower.show(last=True)
@@ -208,54 +247,6 @@ def find_failure(msrun_log, ranks):
     msrun_log.seek(0)
     match = WORKER_FAILED.search(msrun_log.read())
     return [(ranks.get(int(match[1])), int(match[2]))] if match else []
-
-
-def failed_workers(ranks):
-    """`(rank, exit code)` of workers that have failed, and that msrun hasn't noticed yet; first those of a signal."""
-    found = []
-    for pid, rank in ranks.items():
-        with suppress(OSError):
-            state, *_, status = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            if state == "Z" and int(status):  # as of waitpid(2)
-                found.append((rank, -(int(status) & 127) or int(status) >> 8))
-    return sorted(found, key=lambda failure: failure[1] > 0)
-
-
-def worker_ranks(msrun_pid):
-    """`{pid: rank}` of msrun's living workers, as their environments say."""
-    ranks = {}
-    for child in children(msrun_pid):
-        with suppress(psutil.Error):
-            environment = child.environ()
-            if environment.get("MS_ROLE") == "MS_WORKER" and environment.get("RANK_ID", "").isdigit():
-                ranks[child.pid] = int(environment["RANK_ID"])
-    return ranks
-
-
-def children(pid, recursive=False):
-    """Child processes of `pid`; none if it is gone."""
-    with suppress(psutil.Error):
-        return psutil.Process(pid).children(recursive=recursive)
-    return []
-
-
-def kill_children(pid):
-    """Kill everything that `pid` has started, also what begins meanwhile."""
-    for _ in range(20):
-        running = [child for child in children(pid, recursive=True) if not is_zombie(child)]
-        if not running:
-            break
-        for child in running:
-            with suppress(psutil.Error):
-                child.kill()
-        time.sleep(0.05)
-
-
-def is_zombie(process):
-    """Whether a process has ended, and waits to be reaped."""
-    with suppress(psutil.Error):
-        return process.status() == psutil.STATUS_ZOMBIE
-    return True
 
 
 class Follower:
@@ -291,21 +282,24 @@ def report(failure, msrun_code, log_dir, logs):
     """
     rank, code = failure or (None, msrun_code)
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    how += ", for others that failed or wait" if code == FOR_OTHERS else ""
     if failure is None:
         who, shown = "msrun", [log_dir / "scheduler.log", log_dir / "msrun.log"]
     elif rank is None:
         who, shown = "a worker", list(logs.values())
+    elif rank == SCHEDULER:
+        who, shown = "the scheduler", [log_dir / "scheduler.log"]
     else:
         who, shown = f"worker {rank}", [logs[rank]]
     texts = {path: "\n".join(readable_lines(path.read_bytes())) for path in (*shown, *logs.values()) if path.exists()}
+    reports = [found[0] for text in texts.values() if (found := REPORT.search(text))]
+    if code == FOR_OTHERS:
+        how += ", for others that failed or wait" if reports else ", as SIGTERM asks"
     seen = texts.get(next(iter(logs.values())), "")  # of the first worker
     for path in [*shown, *(path for path, text in texts.items() if CAUSE.search(text) and not REPORT.search(text))]:
         lines = texts.get(path, "").splitlines()[-LAST_LINES:] or ["(empty)"]
         if lines[-1] not in seen.splitlines():
             print(f"--- last lines of {path}", *lines, sep="\n", file=sys.stderr)
             seen = "\n".join((seen, *lines))
-    reports = [found[0] for text in texts.values() if (found := REPORT.search(text))]
     if reports and not REPORT.search(seen):
         print("--- the report of the other workers", reports[0].rstrip(), sep="\n", file=sys.stderr)
     print(f"msrun_launch.sh: {who} {how}; the other workers here were stopped. All logs: {log_dir}", file=sys.stderr)

@@ -179,6 +179,25 @@ def test_ranks_that_wait_for_each_other_in_different_groups_are_noticed(recorder
     assert not issue(recorders[1], ranks=(0, 1)).agrees
 
 
+@pytest.mark.parametrize("seed", range(30))
+def test_ranks_that_are_asked_leave_after_one_step(recorders, seed):
+    """Whenever some are asked, in steps that none ends before all have ended the one before; as soon as possible."""
+    rng, board = random.Random(seed), recorders[0].board
+    steps, left, soonest = [rng.choice((0, 40))] * 3, {}, None
+    for _ in range(200):
+        if rng.random() < 0.1 and len(left) < 3:
+            board.ask_to_leave(rng.choice([rank for rank in range(3) if rank not in left]))
+            soonest = soonest or max(steps) + 1
+        able = [rank for rank in range(3) if rank not in left and steps[rank] == min(steps)]
+        if not able:
+            break
+        rank = rng.choice(able)
+        steps[rank] += 1
+        if board.leave_after(rank, steps[rank]):
+            left[rank] = steps[rank]
+    assert left == dict.fromkeys(range(3), soonest)
+
+
 @pytest.mark.parametrize("ahead", [1, 9, 20, 40])
 def test_a_rank_that_is_far_ahead_is_no_desync(recorders, ahead):
     for recorder in recorders:

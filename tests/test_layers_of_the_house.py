@@ -21,6 +21,7 @@ PURE_FLOORS = (  # each imports only from those before it, and never MindSpore
     "mesh",
     "lazy_exports",
     "files",
+    "supervised",
     "ranges",
     "components",
     "placement",

@@ -2,12 +2,14 @@
 
 import runpy
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 SCRIPT = str(Path(__file__).resolve().parent.parent / "scripts" / "msrun_watch.py")
+sys.path.append(str(Path(SCRIPT).parent))
 
 
 def test_logs_of_other_machines_stay(tmp_path):
@@ -24,12 +26,13 @@ def test_the_worker_that_began_the_end_is_named(tmp_path):
     ends = ("exit 75", "exit 0", "kill -9 $$", "exit 2")
     workers = [subprocess.Popen(["sh", "-c", end]) for end in ends]  # nobody waits for them: they stay as zombies
     watch = runpy.run_path(SCRIPT)["watch"]
-    watch.__globals__["worker_ranks"] = lambda pid: {worker.pid: rank for rank, worker in enumerate(workers)}
+    watch.__globals__["process_ranks"] = lambda pid: {worker.pid: rank for rank, worker in enumerate(workers)}
     polls = iter([None, None, None, 1])
     msrun = SimpleNamespace(pid=None, poll=lambda: next(polls))
     with (tmp_path / "msrun.log").open("w+") as log:
         log.write(f"Worker process {workers[0].pid} exit with exception. Error code: 75.")
-        assert watch(msrun, log, SimpleNamespace(show=lambda last=False: None)) == (3, 2)
+        follower, ending = SimpleNamespace(show=lambda last=False: None), SimpleNamespace(pass_on=lambda pids: False)
+        assert watch(msrun, log, follower, ending) == (3, 2)
     assert [worker.wait() for worker in workers] == [75, 0, -9, 2]
 
 

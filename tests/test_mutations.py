@@ -5,7 +5,19 @@ from mutate import FAULTS, first_failure, read_faults, recorded
 from support.launch import ROOT
 from test_layers_of_the_house import FLOORS
 
-WITHOUT = {"hints", "scopes", "grouping", "dtypes", "splitmix", "lazy_exports", "files", "ranges", "placement", "ops"}
+WITHOUT = {
+    "hints",
+    "scopes",
+    "grouping",
+    "dtypes",
+    "splitmix",
+    "lazy_exports",
+    "files",
+    "supervised",
+    "ranges",
+    "placement",
+    "ops",
+}
 WITHOUT |= {"mindspore_private", "explaining", "hangs", "verification", "diff"}  # floors that the exam leaves out
 
 

@@ -96,8 +96,9 @@ def test_the_same_command_goes_on(tmp_path):
     Trainer(load_recipe(recipe, [*small, f"training.output_dir={tmp_path}/whole", "training.steps=4"])).run()
     curves = [read_losses(str(tmp_path / name)) for name in ("run", "whole")]
     assert list(curves[0]) == [1, 2, 3, 4] and curves[0][1] == curves[1][1]
-    with pytest.raises(ValueError, match="training.steps: 4, but .*step_4 already has 4 steps"):
-        Trainer(load_recipe(recipe, [*small, *given, "training.steps=4"]))
+    assert Trainer(load_recipe(recipe, [*small, *given, "training.steps=4"])).run() is None  # complete
+    with pytest.raises(ValueError, match="training.steps: 3, but .*step_4 already has 4 steps"):
+        Trainer(load_recipe(recipe, [*small, *given, "training.steps=3"]))
 
 
 class Holder(nn.Cell):

@@ -12,6 +12,7 @@ from mindformers_core.checkpoint.checkpointer import Checkpointer
 from mindformers_core.communication.simulated import SimulatedRanks
 from mindformers_core.layout import layout
 from mindformers_core.mesh import DeviceMesh
+from mindformers_core.models.adapters import add_adapters
 from mindformers_core.tensor_parallel import layers
 from mindformers_core.zero import hsdp
 
@@ -52,6 +53,17 @@ def test_padded_parts_under_hsdp():
 
     check = verify(build, mesh, Tensor(IDS), Tensor(LABELS))
     assert not check.faults, check.report()
+
+
+def test_an_adapter_of_a_padded_layer():
+    """Its parts are those of the layer's weight, also in the copies that `verify` makes."""
+    net = Decoder(False)
+    add_adapters(net, 2, ["head"])
+    net.head.lora_B.set_data(ops.arange(14, dtype=ms.float32).reshape(7, 2) / 10)
+    check = verify(net, TP, Tensor(IDS), Tensor(LABELS))
+    assert not check.faults, check.report()
+    (graph, _) = check.plans[0, TP]
+    assert graph.uses.parameters["head.lora_B"].part_sizes == ((2, 2, 2, 1), None)
 
 
 PADDED = {

@@ -5,6 +5,7 @@ import sys
 import traceback
 
 from mindformers_core.scopes import origin_of
+from mindformers_core.supervised import tell_end
 
 _USER, _DEFECT = 2, 70  # the second is EX_SOFTWARE of sysexits.h
 _OF_THE_MACHINE = (OSError, ImportError, MemoryError)  # files, packages and memory are the user's wherever they lack
@@ -37,4 +38,7 @@ def end_by(error):
     print(f"error: {text}", file=sys.stderr)
     code, world = _DEFECT if origin == "package" else _USER, sys.modules.get("mindformers_core.communication.world")
     watch = world and world.process_state().watch
-    return watch.fail(error, code) if watch else code
+    if watch:
+        return watch.fail(error, code)
+    tell_end(f"{type(error).__name__}: {error}", code)
+    return code

@@ -14,7 +14,7 @@ import signal
 import tempfile
 import time
 from ast import literal_eval
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property
 
@@ -23,6 +23,7 @@ from mindformers_core.hangs.report import explain_hang
 
 RING, MOST_TEXT, _REPORT = 32, 1 << 15, 1 << 16  # records of a slot; bytes: of a record's text, of the report
 MOST_ERROR = 1 << 10  # bytes of a rank's error
+_REPORTING, _STEPS = (1, 0), (1, 1)  # length and place of what is locked in the file
 _STACK_TIME = 0.5  # seconds in which a rank writes its stack
 _STATES = {"Z": "dead", "X": "dead", "T": "stopped", "t": "stopped"}  # of a process, by the kernel's letter
 
@@ -45,11 +46,14 @@ class _Record(ctypes.Structure):
 
 
 class _Slot(ctypes.Structure):
-    """What one rank writes. `pid` is 0 until the rank joins, `stack_file` a descriptor of that process."""
+    """What one rank writes. `pid` is 0 until the rank joins, `stack_file` a descriptor of that process; `step` the last
+    one that it has done, `leaves_after` that after which it asks all ranks to leave, 0: none.
+    """
 
     _fields_ = [
         ("pid", ctypes.c_int64), ("stack_file", ctypes.c_int64), ("count", ctypes.c_uint64), ("ended", ctypes.c_bool),
         ("raised", ctypes.c_bool), ("reported", ctypes.c_bool), ("error", ctypes.c_char * MOST_ERROR),
+        ("step", ctypes.c_int64), ("leaves_after", ctypes.c_int64),
         ("_ring", _Record * RING),
     ]  # fmt: skip
 
@@ -196,7 +200,7 @@ class Board:
             Whether this rank has posted it.
         """
         with suppress(BlockingIOError):
-            fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB, *_REPORTING)
             try:
                 text = "" if self.report else explain_hang(self.states(), self.size)
             except Exception as error:  # all ranks have to end, whatever they have written
@@ -205,5 +209,29 @@ class Board:
                 self._report.text = text.encode()[: _REPORT - 1]
                 self._report.poster = rank + 1
                 self.hide()  # the ranks may be killed now
-            fcntl.lockf(self.file, fcntl.LOCK_UN)
+            fcntl.lockf(self.file, fcntl.LOCK_UN, *_REPORTING)
         return self.is_poster(rank)
+
+    def ask_to_leave(self, rank):
+        """Ask all ranks, for a rank, to leave after the first step that none of them has ended yet."""
+        with self._steps_locked():
+            own = self.slots[rank]
+            own.leaves_after = own.leaves_after or 1 + max(slot.step for slot in self.slots)
+
+    def leave_after(self, rank, step):
+        """Whether the ranks of this host leave after a step, which a rank has ended: one answer on all of them."""
+        with self._steps_locked():
+            self.slots[rank].step = step
+            return any(0 < slot.leaves_after <= step for slot in self.slots)
+
+    def forget_steps(self, rank):
+        """A rank has left, or done all steps."""
+        self.slots[rank].step = self.slots[rank].leaves_after = 0
+
+    @contextmanager
+    def _steps_locked(self):
+        fcntl.lockf(self.file, fcntl.LOCK_EX, *_STEPS)
+        try:
+            yield
+        finally:
+            fcntl.lockf(self.file, fcntl.LOCK_UN, *_STEPS)

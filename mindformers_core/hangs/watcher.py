@@ -21,6 +21,7 @@ from traceback import extract_tb
 from mindformers_core.hangs.board import MOST_ERROR, join_board
 from mindformers_core.hangs.recorder import Recorder
 from mindformers_core.hangs.report import own_frame
+from mindformers_core.supervised import FOR_OTHERS, tell_end
 
 _POLL = 0.2  # seconds
 _BY_ITSELF = 0.5  # seconds in which the main thread may raise the report as an error
@@ -30,7 +31,6 @@ _IDLE = 0.3  # CPU seconds in a second that a rank which waits in a compiled fun
 _START = 30.0  # least deadline in seconds of the start, which differs by as much on a busy machine
 _BEGUN = 1.0  # seconds in which other ranks begin to wait for one that fails
 _RAISED_CODE = 1  # Python's exit code after an error
-_FOR_OTHERS = 75  # exit code of a rank that ends since others failed or wait; EX_TEMPFAIL of sysexits.h
 
 
 class Watch:
@@ -49,7 +49,7 @@ class Watch:
         faulthandler.register(signal.SIGUSR2, stack_file, all_threads=False, chain=False)
         self.recorder = Recorder(self.board, rank, stack_file, check)
         self._slot, self._is_open = self.recorder.slot, True
-        self._code = _FOR_OTHERS  # exit code where there is a report
+        self._code = FOR_OTHERS  # exit code where there is a report
         self._processes = {}  # descriptor that is readable once the process has ended -> rank
         self._thread = threading.Thread(target=self._run, name="hang watcher", daemon=True)
         self._thread.start()
@@ -95,10 +95,12 @@ class Watch:
         """
         if self.board.report:
             self._slot.raised = True
+            self._tell_report()
             return self._code
         self._code = code
         frames = [f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in extract_tb(error.__traceback__)]
         name, text = type(error).__name__, " ".join(str(error).split())[: MOST_ERROR // 4]
+        tell_end(f"{name}: {text}", code)
         self._slot.error = f"{name}: {text} (at {own_frame(frames[::-1])})".encode()[: MOST_ERROR - 1]
         self._slot.raised = True
         self._thread.join(_BEGUN)
@@ -194,11 +196,12 @@ class Watch:
 
     def _end(self):
         """End the process at once, after that which has failed: its threads wait for other ranks."""
+        self._tell_report()
         end = time.monotonic() + _ALL_REPORTED
         failing = [rank for rank in self.board.ranks() if self.board.slots[rank].error]
-        while self._code == _FOR_OTHERS and any(map(self._runs, failing)) and time.monotonic() < end:
+        while self._code == FOR_OTHERS and any(map(self._runs, failing)) and time.monotonic() < end:
             time.sleep(0.02)
-        if self._code == _FOR_OTHERS and any(slot.raised for slot in self.board.slots):
+        if self._code == FOR_OTHERS and any(slot.raised for slot in self.board.slots):
             time.sleep(_BY_ITSELF)  # the launcher looks now and then, and ends all others with the first that it sees
         flush = threading.Thread(target=lambda: (sys.stdout.flush(), sys.stderr.flush()), daemon=True)
         flush.start()
@@ -206,6 +209,10 @@ class Watch:
         for folder in self.recorder.folders:
             shutil.rmtree(folder, ignore_errors=True)
         os._exit(self._code)
+
+    def _tell_report(self):
+        if self._code == FOR_OTHERS:
+            tell_end(self.board.report.partition("\n")[0], self._code)
 
     def _runs(self, rank):
         return self.board.state(rank)[0] in ("running", "ended")

@@ -19,7 +19,7 @@ from mindformers_core.optimizers.average import PREFIX
 from mindformers_core.recipe.loader import recipe_to_dict
 from mindformers_core.scopes import errors_at
 
-_FOLDER = "training.output_dir"
+_NO_CHANGE = ("training.output_dir", "training.resume")  # keys that say nothing about the run
 
 
 def going_on(recipe):
@@ -102,7 +102,10 @@ def resume(job, checkpoint):
     if job.rank == 0:
         what = f"all, of step {job.step}; sample {job.consumed} of the data is next" if state else "weights only"
         print(f"loaded {checkpoint.folder}: {what}{_changes(recipe, checkpoint)}")
-    if job.step >= recipe.training.steps:
+    if recipe.training.resume and job.step == recipe.training.steps:
+        if job.rank == 0:
+            print(f"this run has all its {job.step} steps: it is complete")
+    elif job.step >= recipe.training.steps:
         raise ValueError(
             f"training.steps: {recipe.training.steps}, but {checkpoint.folder} already has {job.step} steps"
         )
@@ -145,18 +148,22 @@ def reserve_memory(job):
         _go_on_or_end(job, error)
 
 
-def save_job(job):
+def save_job(job, settles=False):
     """Save the state of a job into its run folder, and remove old checkpoints; all ranks call this.
 
+    Args:
+        settles: whether to wait until it is written, also with `checkpoint.async_save`, as after the last step.
+
     Returns:
-        The folder of the new checkpoint, which is still being written with `checkpoint.async_save`, except after the
-        last step; None where it isn't saved, and the recipe says to go on.
+        The folder of the new checkpoint, which is still being written where it isn't settled; None where it isn't
+        saved, and the recipe says to go on.
 
     Raises:
         SaveError: on all ranks; with `checkpoint.async_save` also that of the checkpoint before this one.
         FloatingPointError: on all ranks: a weight or moment isn't finite; nothing is saved, and nothing removed.
     """
-    recipe, checkpointer, at_end = job.recipe, job.checkpointer, job.step == job.recipe.training.steps
+    recipe, checkpointer = job.recipe, job.checkpointer
+    settles = settles or job.step == recipe.training.steps
     config = config_document(recipe.spec, recipe.model_name, recipe.model, job.loaded_config)
     state = {
         "consumed": job.consumed,
@@ -168,7 +175,7 @@ def save_job(job):
         "recipe": recipe_to_dict(recipe),
     }
     try:
-        is_free = checkpointer.settle(waits=at_end or recipe.checkpoint.when_busy == "wait")
+        is_free = checkpointer.settle(waits=settles or recipe.checkpoint.when_busy == "wait")
     except OSError as error:  # of the checkpoint before this one
         _go_on_or_end(job, error)
         is_free = True
@@ -181,7 +188,7 @@ def save_job(job):
         return None
     try:
         folder = checkpointer.begin_save(job.step, state, {CONFIG: encode_json(config, indent=1)})
-        if at_end:
+        if settles:
             checkpointer.settle()
     except OSError as error:
         _go_on_or_end(job, error)
@@ -248,5 +255,7 @@ def _changes(
     saved = checkpoint.state["recipe"] if checkpoint.state else {"model": checkpoint.config or {}}
     pairs = {f"{section}.{key}": (value, saved.get(section, {}).get(key, value))
              for section in sections for key, value in recipe_to_dict(recipe)[section].items()}  # fmt: skip
-    changed = [f"{key} {new!r}, not {old!r}" for key, (new, old) in pairs.items() if new != old and key != _FOLDER]
+    changed = [
+        f"{key} {new!r}, not {old!r}" for key, (new, old) in pairs.items() if new != old and key not in _NO_CHANGE
+    ]
     return f"; other than there: {first_of(changed)}" if changed else ""

@@ -26,6 +26,7 @@ from mindformers_core.recipe.learning_rate import learning_rate
 from mindformers_core.recipe.loader import evaluated, load_recipe, recipe_to_yaml
 from mindformers_core.recipe.sections import batch_plan
 from mindformers_core.sharding.replicas import check_replicas
+from mindformers_core.supervised import step_counter, tell
 from mindformers_core.trainer import records
 from mindformers_core.trainer.cells import build_cells, check_patterns, loss_scale_of, placed_of
 from mindformers_core.trainer.checkpoints import (
@@ -38,8 +39,10 @@ from mindformers_core.trainer.checkpoints import (
 )
 from mindformers_core.trainer.evaluation import evaluate
 from mindformers_core.trainer.joining import enter_world
+from mindformers_core.trainer.leaving import Leaving
 from mindformers_core.trainer.measuring import epochs, model_operations, peak_memory
 from mindformers_core.trainer.recording import start_recording
+from mindformers_core.trainer.saving import Saving
 from mindformers_core.trainer.step import step_function
 
 
@@ -105,7 +108,8 @@ class Trainer:
         self.step = self.consumed = self.skipped = self.skipped_in_a_row = 0
         self.loaded_config = self.summary = None
         self._operations = self._operations_of_step()
-        self._has_folder = False
+        self._has_folder, self._told = False, step_counter()
+        self._saving = Saving(recipe.checkpoint, ranks_of(mesh, self.rank), self.checkpointer)
         if checkpoint is not None:
             resume(self, checkpoint)
         if self.optimizer.average and self.step == 0:
@@ -141,24 +145,27 @@ class Trainer:
         section, self.summary = self.recipe.checkpoint, None
         with ExitStack() as held:
             recorder = self._open_records(held)
+            leaving = held.enter_context(Leaving(self.mesh, self.rank, section.grace))
             try:
                 reserve_memory(self)
                 self._compare_replicas(is_due=True)
                 while self.step < self.recipe.training.steps:
                     row = self.train_step()
                     at_end, is_due = self.step == self.recipe.training.steps, "not_finite" in row
+                    is_logged = at_end or self.step % self.recipe.monitor.log_interval == 0
+                    leaves = leaving.is_due(self.step, is_logged) and not at_end
                     try:
                         if recorder.count == 0:  # the first step has generated all programs
                             records.report_activations(self.recipe, self.mesh, self.rank, self.cells)
                         if is_due:
                             raise FloatingPointError(row["not_finite"])
                         self._compare_replicas(is_due=at_end)
-                        if at_end or self.step % self.recipe.monitor.log_interval == 0:
+                        if is_logged:
                             peaks = ranks_of(self.mesh, self.rank).gather(peak_memory())
                             row["memory_bytes"], row["memory_rank"] = max((peaks[rank], rank) for rank in peaks)
-                        if section.enable_save and (at_end or self.step % section.save_interleaved_steps == 0):
+                        if section.enable_save and (self._saving.is_due(row) or at_end or leaves):
                             is_due = True
-                            save_job(self)
+                            self._saving.add(row, save_job(self, settles=at_end or leaves))
                         if self._held_out and (at_end or self.step % self.recipe.evaluation.interval == 0):
                             row.update(self.evaluate())
                             if self.optimizer.average:
@@ -166,7 +173,9 @@ class Trainer:
                                     row.update((f"average_{name}", each) for name, each in self.evaluate().items())
                         yield row
                     finally:
-                        recorder.add(row, is_due or at_end)
+                        recorder.add(row, is_due or at_end or leaves)
+                    if leaves:
+                        leaving.leave(self.step, self.checkpointer.newest)
             except FloatingPointError:
                 self.checkpointer.await_writer()  # of the checkpoint before
                 raise
@@ -200,7 +209,7 @@ class Trainer:
 
         Where the loss or a gradient isn't finite, nothing is updated, and the row has a text about it, `not_finite`.
         """
-        started = time.perf_counter()
+        started, self._told[0] = time.perf_counter(), self.step + 1
         following, is_last = self.consumed + self.plan.samples, self.step + 1 >= self.recipe.training.steps
         batch = self._batches.get(self.consumed, None if is_last else following)
         waited = time.perf_counter() - started
@@ -210,6 +219,7 @@ class Trainer:
         scalars = self.optimizer.scalars(self.step - self.skipped, rate)
         loss, norm, odd, norms = self.run_step(tuple(map(ms.Tensor, batch)), scalars, self.checkpointer.await_copies)
         process_state().observer.end_step(self.step)
+        self._told[1] += 1
         precision, found = self.recipe.precision, odd or []
         is_skipped = math.isinf(norm) if odd is None else precision.skip_not_finite  # see `step_function`
         self.skipped, self.skipped_in_a_row = self.skipped + is_skipped, is_skipped * (self.skipped_in_a_row + 1)
@@ -297,6 +307,7 @@ class Trainer:
         carries_on = self._has_folder or (self.step > 0 and os.path.commonpath([own, loaded]) == own)
         held.enter_context(records.open_run_folder(folder, recipe_to_yaml(recipe), keep=carries_on))
         self._has_folder = True
+        tell("run", {"folder": os.path.abspath(folder), "saves": recipe.checkpoint.enable_save})
         if carries_on and (others := set_aside(folder, self.step)):
             print(f"checkpoints of later steps are now {', '.join(others)}")
         kind = "micro-batches" if self.plan.micro_batches == 1 else "pipeline runs"

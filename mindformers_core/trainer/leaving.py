@@ -1,0 +1,74 @@
+"""SIGTERM, by which machines announce their end: the job saves after the same step on all ranks, and leaves."""
+
+import os
+import signal
+import sys
+import threading
+import time
+
+from mindformers_core.checkpoint.tensors import ranks_of
+from mindformers_core.communication import process_state
+from mindformers_core.supervised import FOR_OTHERS
+
+_SAME = 5.0  # seconds in which a second signal is the first one, passed on
+
+
+class Leaving:
+    """While open as a context, in the main thread, SIGTERM asks all ranks to leave; a second one ends this process,
+    unless it comes at once: launchers pass on what every process of a job may have got.
+
+    Args:
+        mesh, rank: of the job, and this rank's number.
+        grace: seconds after a SIGTERM in which this process ends at the latest, with code 75.
+
+    Attributes:
+        asked: whether this process got the signal.
+    """
+
+    def __init__(self, mesh, rank, grace):
+        self._ranks, self._is_alone = ranks_of(mesh, rank), mesh.size == 1
+        self._grace, self._before, self.asked, self._heard = grace, None, False, 0.0
+        watch = process_state().watch
+        self._board = watch and watch.board
+
+    def __enter__(self):
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGTERM, self._hear)
+        return self
+
+    def __exit__(self, *_):
+        if self._before is not None:
+            signal.signal(signal.SIGTERM, self._before)
+        if self._board is not None:
+            self._board.forget_steps(self._ranks.rank)
+
+    def _hear(self, number, frame):
+        if self.asked:
+            if time.monotonic() > self._heard + _SAME:
+                os._exit(FOR_OTHERS)
+            return
+        self.asked, self._heard = True, time.monotonic()
+        if self._board is not None:
+            self._board.ask_to_leave(self._ranks.rank)
+        end = threading.Timer(self._grace, os._exit, (FOR_OTHERS,))
+        end.daemon = True
+        end.start()
+
+    def is_due(self, step, gathers):
+        """Whether to leave after a step; all ranks ask after each step, and get one answer.
+
+        Where the ranks of a job are on one host, that costs no communication. Else they tell each other in a step that
+        `gathers` anyway.
+        """
+        if self._is_alone:
+            return self.asked
+        if self._board is not None and len(self._board.ranks()) == self._board.size:
+            return self._board.leave_after(self._ranks.rank, step)
+        return gathers and any(self._ranks.gather(self.asked).values())
+
+    def leave(self, step, newest):
+        """End this process by `SystemExit`, with code 75, when all ranks have come here; `newest`: the checkpoint."""
+        self._ranks.gather(None)
+        if self._ranks.rank == 0:
+            print(f"SIGTERM: the job leaves after step {step}; its newest checkpoint is {newest}", flush=True)
+        sys.exit(FOR_OTHERS)

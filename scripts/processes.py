@@ -1,0 +1,74 @@
+"""The processes of a launch: whose child is which, which of them have ended, and how; the end of all."""
+
+import ctypes
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+SCHEDULER = "scheduler"
+_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of <linux/prctl.h>
+
+
+def become_subreaper():
+    """What a child of this process has started becomes a child of this process when that one ends."""
+    ctypes.CDLL(None).prctl(_SUBREAPER, 1)
+
+
+def is_gone(pid):
+    """Whether a process has ended by a signal, or is stopped by one."""
+    with suppress(OSError, TypeError):
+        state, *_, status = Path(f"/proc/{pid:d}/stat").read_text().rpartition(")")[2].split()
+        return state == "T" or state == "Z" and bool(int(status) & 127)
+    return False
+
+
+def process_ranks(msrun_pid):
+    """`{pid: rank}` of msrun's living workers, as their environments say; and `{SCHEDULER: pid}`."""
+    ranks = {}
+    for child in children(msrun_pid):
+        with suppress(psutil.Error):
+            environment = child.environ()
+            if environment.get("MS_ROLE") == "MS_WORKER" and environment.get("RANK_ID", "").isdigit():
+                ranks[child.pid] = int(environment["RANK_ID"])
+            elif environment.get("MS_ROLE") == "MS_SCHED":
+                ranks[SCHEDULER] = child.pid
+    return ranks
+
+
+def failed_workers(ranks):
+    """`(rank, exit code)` of workers that have failed, and that msrun hasn't noticed yet; first those of a signal."""
+    found = []
+    for pid, rank in ranks.items():
+        with suppress(OSError):
+            state, *_, status = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            if state == "Z" and int(status):  # as of waitpid(2)
+                found.append((rank, -(int(status) & 127) or int(status) >> 8))
+    return sorted(found, key=lambda failure: failure[1] > 0)
+
+
+def children(pid, recursive=False):
+    """Child processes of `pid`; none if it is gone."""
+    with suppress(psutil.Error):
+        return psutil.Process(pid).children(recursive=recursive)
+    return []
+
+
+def kill_children(pid):
+    """Kill everything that `pid` has started, also what begins meanwhile."""
+    for _ in range(20):
+        running = [child for child in children(pid, recursive=True) if not is_zombie(child)]
+        if not running:
+            break
+        for child in running:
+            with suppress(psutil.Error):
+                child.kill()
+        time.sleep(0.05)
+
+
+def is_zombie(process):
+    """Whether a process has ended, and waits to be reaped."""
+    with suppress(psutil.Error):
+        return process.status() == psutil.STATUS_ZOMBIE
+    return True

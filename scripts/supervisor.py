@@ -1,0 +1,251 @@
+"""Runs a launch, and where it ends by a death starts it again: on the same ranks, or on as many as there are.
+
+Both launch scripts call this where `RESTARTS` is set; docs/recovery.md has all variables. Nothing is read from logs:
+processes tell the step that they are in, and the error that ends them (`mindformers_core.supervised`).
+"""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+from processes import become_subreaper, kill_children
+
+from mindformers_core.recipe.fitting import fitting_ranks
+from mindformers_core.supervised import FOLDER, FOR_OTHERS
+
+POLL_SECONDS = 0.2
+LONGEST_PAUSE = 60  # seconds
+FROM_OUTSIDE = {128 + number for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+TRAIN = ["-m", "mindformers_core", "train"]
+SETTINGS = {  # variable: (default, what it is)
+    "RESTARTS": (0, "how often a job is started again"),
+    "MIN_WORKERS": (None, "with how many processes it goes on at least; default: all"),
+    "REJOIN_TIMEOUT": (600, "seconds to wait until so many are there, or have met"),
+    "BACKOFF": (1, "seconds before a restart; twice as many after each start that has done no step"),
+    "TIME_LIMIT": (None, "seconds from the first start after which there is no restart; default: none"),
+}
+
+
+def main():
+    """Read arguments and variables, and supervise; the exit code is that of the last launch."""
+    parser = argparse.ArgumentParser(prog="supervisor.py", description=__doc__)
+    parser.add_argument("--workers", type=int, required=True)
+    parser.add_argument("--log_dir", type=Path, required=True)
+    launch, command = (sys.argv.index(word) for word in ("--launch", "--command"))
+    args = parser.parse_args(sys.argv[1:launch])
+    try:
+        settings = read_settings(os.environ, args.workers)
+    except ValueError as error:
+        parser.exit(2, f"supervisor: {error}\n")
+    become_subreaper()
+    supervisor = Supervisor(
+        args.workers, args.log_dir, sys.argv[launch + 1 : command], sys.argv[command + 1 :], settings
+    )
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, supervisor.hear)
+    sys.exit(supervisor.run())
+
+
+def read_settings(environ, workers):
+    """`SETTINGS` from the environment: a dict, in lower case.
+
+    Raises:
+        ValueError: one is no whole number from 0 up, or more workers are asked for than there are.
+    """
+    found = {}
+    for name, (default, _) in SETTINGS.items():
+        text = environ.get(name, "")
+        if text and not text.isdecimal():
+            raise ValueError(f"{name}={text!r}: give a whole number from 0 up: {SETTINGS[name][1]}")
+        found[name.lower()] = int(text) if text else default
+    least = found["min_workers"] = found["min_workers"] or workers
+    if least > workers:
+        raise ValueError(f"MIN_WORKERS={least}, but there are {workers} workers: give at most {workers}")
+    return found
+
+
+def excluded(environ, workers):
+    """The slots, numbers from 0, that `EXCLUDE` says not to use: it names a file with them, or has them itself."""
+    text = environ.get("EXCLUDE", "")
+    if os.path.isfile(text):
+        text = Path(text).read_text()
+    return {int(word) for word in text.replace(",", " ").split() if word.isdecimal() and int(word) < workers}
+
+
+class Supervisor:
+    """Starts of one job.
+
+    Args:
+        workers: number of processes that the job is meant for.
+        log_dir: folder of the launch; what processes tell lies in its folder `supervisor`.
+        launch: the launcher's command, in which `{workers}` stands for their number.
+        command: of the job, which follows it.
+        settings: as of `read_settings`.
+    """
+
+    def __init__(self, workers, log_dir, launch, command, settings):
+        self.workers, self.folder, self.launch = workers, (log_dir / "supervisor").resolve(), launch
+        self.command, self.settings = command, settings
+        self.child, self.signal = None, None  # the launch that runs; the signal that ends this process
+        self.seen, self.goes_on = set(), False  # errors of starts before; whether the job has its run folder
+
+    def hear(self, number, frame):
+        """Pass a signal that ends this process on to the launch."""
+        self.signal = self.signal or number
+        if self.child is not None:
+            self.child.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
+
+    def run(self):
+        """Start the job until it is done, or can't go on. Returns the exit code for the shell."""
+        settings, begun, pause = self.settings, time.monotonic(), self.settings["backoff"]
+        restarts, code = 0, 1
+        while True:
+            ranks, overrides = self._fitting()
+            if ranks is None:
+                return code
+            code, leaves = self._start(ranks, overrides, restarts)
+            told = Told(self.folder)
+            self.goes_on = self.goes_on or told.run is not None
+            if self.signal or code == 0:
+                return code
+            end = self._reason_to_end(code, told, restarts == 0)
+            if leaves and code == FOR_OTHERS:
+                say("goes on with other workers")
+                continue
+            if end is None and restarts == settings["restarts"]:
+                end = f"the {restarts} restarts of RESTARTS are used up" if restarts else ""
+            if end is None and settings["time_limit"] and time.monotonic() - begun > settings["time_limit"]:
+                end = f"the {settings['time_limit']} s of TIME_LIMIT are over"
+            if end is not None:
+                say(end)
+                return code
+            restarts += 1
+            pause = settings["backoff"] if told.done else min(2 * pause, LONGEST_PAUSE)
+            say(f"exit code {code}: restart {restarts} of {settings['restarts']} in {pause} s")
+            self._wait(pause)
+
+    def _reason_to_end(self, code, told, is_first):
+        """Why another start would end alike, a text; None: it may not."""
+        if code in FROM_OUTSIDE:
+            return None
+        own = {(step, error) for step, error, theirs in told.ends if theirs != FOR_OTHERS}
+        errors = own or {(step, error) for step, error, _ in told.ends} or {(told.step, f"exit code {code}")}
+        if code == FOR_OTHERS and not told.ends:  # as a signal asked
+            return None
+        again = sorted(errors & self.seen)
+        self.seen |= errors
+        if again:
+            return f"the same error twice, at step {again[0][0]}: {again[0][1]}"
+        is_ours = told.has_steps or self.command[:3] == TRAIN
+        if is_first and is_ours and not told.done and code < 128 and code != FOR_OTHERS:
+            return "it has ended before its first step was done"
+        return None
+
+    def _fitting(self):
+        """`(ranks, overrides)` of the next start, waiting for workers; `(None, None)` where none can be."""
+        least, end = self.settings["min_workers"], time.monotonic() + self.settings["rejoin_timeout"]
+        while (available := self._available()) < least:
+            if self.signal or time.monotonic() > end:
+                say(f"{available} of {self.workers} workers are there, fewer than MIN_WORKERS={least}")
+                return None, None
+            self._wait(POLL_SECONDS)
+        try:
+            return self._sizes(available)
+        except (ValueError, OSError) as error:
+            say(str(error))
+            return None, None
+
+    def _sizes(self, available):
+        if self.command[:3] != TRAIN or available == self.workers:
+            return available, []
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--config")
+        known, rest = parser.parse_known_args(self.command[3:])
+        given = [text for text in rest if not text.startswith("-")]
+        return fitting_ranks(known.config, given, self.workers, available, self.settings["min_workers"])
+
+    def _available(self):
+        return self.workers - len(excluded(os.environ, self.workers))
+
+    def _start(self, ranks, overrides, restarts):
+        """Run a launch to its end: its exit code, and whether it was asked to leave, since other workers are there."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(parents=True)
+        words = [*self.command, *overrides]
+        if self.goes_on and self.command[:3] == TRAIN:
+            words.append("training.resume=auto")
+        told = {
+            FOLDER: str(self.folder),
+            "MINDFORMERS_RESTART": str(restarts),
+            "MINDFORMERS_WORKERS": str(self.workers),
+        }
+        return self._launch(ranks, words, told)
+
+    def _launch(self, ranks, words, told):
+        command = [word.replace("{workers}", str(ranks)) for word in self.launch]
+        self.child = subprocess.Popen([*command, *words], env={**os.environ, **told}, start_new_session=True)
+        leaves = False
+        while self.child.poll() is None:
+            time.sleep(POLL_SECONDS)
+            if not leaves and not self.signal and self._prefers_others(ranks):
+                leaves = True
+                self.child.send_signal(signal.SIGTERM)
+        kill_children(os.getpid())
+        code, self.child = self.child.returncode, None
+        return 128 - code if code < 0 else code, leaves
+
+    def _prefers_others(self, ranks):
+        """Whether the job, which saves when it is asked to leave, can go on with another number of ranks."""
+        available = self._available()
+        if available == ranks or available < self.settings["min_workers"]:
+            return False
+        told = Told(self.folder)
+        return bool(told.run and told.run["saves"] and told.done) and self._sizes(available)[0] != ranks
+
+    def _wait(self, seconds):
+        end = time.monotonic() + seconds
+        while not self.signal and time.monotonic() < end:
+            time.sleep(min(POLL_SECONDS, seconds))
+
+
+class Told:
+    """What the processes of a launch have told.
+
+    Attributes:
+        run: a dict about the job, or None where no run has begun.
+        done, step: the most steps that a process has done, and the last one that one was in.
+        ends: `(step, error, exit code)` of processes that ended by an error.
+        has_steps: whether any process tells its steps.
+    """
+
+    def __init__(self, folder):
+        steps = {path.name.rpartition(".")[2]: read_steps(path) for path in folder.glob("steps.*")}
+        self.run = next((json.loads(path.read_text()) for path in folder.glob("run.json")), None)
+        self.step, self.done = (max((each[place] for each in steps.values()), default=0) for place in (0, 1))
+        self.has_steps, self.ends = bool(steps), []
+        for path in folder.glob("end.*.json"):
+            facts = json.loads(path.read_text())
+            self.ends.append((steps.get(path.name.split(".")[1], (0, 0))[0], facts["error"], facts["code"]))
+
+
+def read_steps(path):
+    """The two numbers of a process, see `mindformers_core.supervised.step_counter`."""
+    numbers = np.fromfile(path, np.int64).tolist()
+    return numbers if len(numbers) == 2 else [0, 0]
+
+
+def say(text):
+    """A line about the supervision."""
+    if text:
+        print(f"supervisor: {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

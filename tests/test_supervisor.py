@@ -1,0 +1,165 @@
+"""The supervisor of the launch scripts, with launches that only tell how they end; the ranks that a recipe can use."""
+
+import json
+import random
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from mindformers_core import supervised
+from mindformers_core.commands.command_line import main
+from mindformers_core.recipe.fitting import fitting_ranks
+from mindformers_core.recipe.loader import load_recipe
+from mindformers_core.recipe.sections import batch_plan, mesh_shape
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "scripts"))
+
+import supervisor  # noqa: E402
+
+RECIPE = str(ROOT / "configs" / "llama_tiny_cpu.yaml")
+TRAIN = [*supervisor.TRAIN, "--config", RECIPE, "parallelism.tensor_parallel=1", "parallelism.data_parallel_shard=-1"]
+KILLED = 137
+RUNS = {"run": {"folder": "/run", "saves": True}}
+
+
+def end(code, step=7, done=3, error="", **told):
+    """How a launch ends: its exit code; what a process of it tells."""
+    return {"code": code, "steps": (step, done), "error": error, "told": told}
+
+
+class Starts(supervisor.Supervisor):
+    """A supervisor whose launches end as a list says, which keeps their words."""
+
+    def __init__(self, folder, ends, command=TRAIN, **settings):
+        settings = supervisor.read_settings({"BACKOFF": "0", "RESTARTS": "5", **settings}, 4)
+        super().__init__(4, folder, [], command, settings)
+        self.ends, self.words = iter(ends), []
+
+    def _launch(self, ranks, words, told):
+        how = next(self.ends)
+        self.words.append((ranks, [word for word in words if word not in self.command]))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(supervised.FOLDER, told[supervised.FOLDER])
+            if how["steps"] is not None:
+                supervised.step_counter()[:] = how["steps"]
+            for name, facts in how["told"].items():
+                supervised.tell(name, facts)
+            if how["error"]:
+                supervised.tell_end(how["error"], how["code"])
+        return how["code"], False
+
+
+@pytest.mark.parametrize(
+    ("ends", "code", "said"),
+    [
+        ([end(KILLED), end(KILLED), end(0)], 0, "exit code 137: restart 2 of 5"),
+        ([end(KILLED)] * 6, KILLED, "the 5 restarts of RESTARTS are used up"),
+        ([end(2, error="ValueError: bad sample")] * 2, 2, "the same error twice, at step 7: ValueError: bad sample"),
+        ([end(2, 7, error="E: a"), end(70, 9, error="E: a"), end(2, 7, error="E: a")], 2, "at step 7: E: a"),
+        ([end(2, 7, error="E: a"), end(KILLED), end(2, 9, error="E: a"), end(0)], 0, "restart 3 of 5"),
+        ([end(2, 1, 0, error="KeyError: 3")], 2, "it has ended before its first step was done"),
+        ([end(2) | {"steps": None}], 2, "it has ended before its first step was done"),
+        ([end(KILLED, 7), end(2, 8, 0, error="OSError: no disk"), end(0)], 0, "exit code 2: restart 2 of 5 in 0 s"),
+        ([end(75), end(75), end(75), end(0)], 0, "restart 3"),  # as SIGTERM asks
+        ([end(75, error="rank 1 issued all_reduce")] * 2, 75, "twice, at step 7: rank 1 issued all_reduce"),
+        ([end(139, error="")] * 2, 139, "the same error twice, at step 7: exit code 139"),
+    ],
+)  # fmt: skip
+def test_when_a_job_is_started_again(tmp_path, capsys, ends, code, said):
+    starts = Starts(tmp_path, ends)
+    assert starts.run() == code
+    assert len(starts.words) == len(ends)
+    assert said in capsys.readouterr().err
+
+
+def test_a_job_goes_on_in_its_run_folder_once_it_has_one(tmp_path):
+    """Another run's checkpoints may lie there before. A user's own command stays as it is."""
+    ends = [end(KILLED), end(KILLED, **RUNS), end(KILLED), end(0)]
+    starts = Starts(tmp_path, ends)
+    starts.run()
+    assert starts.words == [(4, [])] * 2 + [(4, ["training.resume=auto"])] * 2
+    starts = Starts(tmp_path, ends, ["train.py", "--fast"])
+    starts.run()
+    assert starts.words == [(4, [])] * 4
+
+
+def test_a_job_goes_on_with_the_workers_that_there_are(tmp_path, monkeypatch, capsys):
+    (tmp_path / "excluded").write_text("3\n")
+    monkeypatch.setenv("EXCLUDE", str(tmp_path / "excluded"))
+    starts = Starts(tmp_path, [end(KILLED, **RUNS), end(0)], MIN_WORKERS="2")
+    starts.run()
+    (ranks, first), (_, again) = starts.words
+    assert ranks == 3 and {"parallelism.data_parallel_shard=3", "training.global_batch_size=8"} < {*first}
+    assert again == [*first, "training.resume=auto"]
+    assert Starts(tmp_path, [], REJOIN_TIMEOUT="0").run() == 1
+    assert "3 of 4 workers are there, fewer than MIN_WORKERS=4" in capsys.readouterr().err
+    monkeypatch.setenv("EXCLUDE", "0, 2,3")
+    assert Starts(tmp_path, [], [*TRAIN, "parallelism.tensor_parallel=2"], MIN_WORKERS="1").run() == 1
+    assert "no number of ranks from 1 to 1 fits: a copy of the model has 2" in capsys.readouterr().err
+
+
+class Samples:
+    """A dataset with a sample that can't be read."""
+
+    def __init__(self, *_):
+        pass
+
+    def __len__(self):
+        return 1000
+
+    def __getitem__(self, number):
+        if Samples.read == 10:
+            raise KeyError("a bad sample")
+        Samples.read += 1
+        return np.arange(16, dtype=np.int32), np.arange(16, dtype=np.int32)
+
+
+def test_what_a_job_tells(tmp_path, monkeypatch):
+    """Its run, its steps, and the error that ends it, with the step: of samples 8 to 11."""
+    monkeypatch.setenv(supervised.FOLDER, str(tmp_path))
+    monkeypatch.setattr(Samples, "read", 0, raising=False)
+    small = "model.hidden_size=16", "model.num_hidden_layers=1", "monitor.plot=false", "train_dataset.seq_length=16"
+    alone = "parallelism.data_parallel_shard=1", "parallelism.tensor_parallel=1", "training.local_batch_size=4"
+    given = f"training.output_dir={tmp_path}/run", "training.global_batch_size=4"
+    factory = f"train_dataset.factory={__name__}:Samples"
+    assert main(["train", "--config", RECIPE, *small, *alone, *given, factory]) == 2
+    told = supervisor.Told(tmp_path)
+    assert told.run == {"folder": f"{tmp_path}/run", "saves": False}
+    (step, error, code), *others = told.ends
+    assert (told.step, told.done, step, code, others) == (3, 2, 3, 2, []) and "'a bad sample'" in error
+
+
+@pytest.mark.parametrize(("name", "value"), [("RESTARTS", "-1"), ("BACKOFF", "soon"), ("MIN_WORKERS", "5")])
+def test_a_variable_that_cannot_be_is_an_error(name, value):
+    with pytest.raises(ValueError, match=f"^{name}="):
+        supervisor.read_settings({name: value}, 4)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_ranks_that_a_recipe_can_use(tmp_path, seed):
+    """The most that there are, with the model cut as before, and the samples of a step as before."""
+    rng = random.Random(seed)
+    replicate, shard, tp, pp = (rng.choice(sizes) for sizes in ((1, 2, 3), (1, 2, 4), (1, 2), (1, 2)))
+    sections = yaml.safe_load(Path(RECIPE).read_text())
+    sections["parallelism"] = {
+        "data_parallel_replicate": replicate, "data_parallel_shard": rng.choice((shard, -1)), "tensor_parallel": tp,
+        "pipeline_parallel": pp, "zero_level": rng.choice((0, 1, 3)) if shard > 1 else 0,
+    }  # fmt: skip
+    sections["training"] = {"local_batch_size": 4} | rng.choice(({}, {"gradient_accumulation_steps": 3}))
+    path, whole = tmp_path / "recipe.yaml", replicate * shard * tp * pp
+    path.write_text(json.dumps(sections))
+    before, available = load_recipe(path), rng.randint(1, whole)
+    if available < tp * pp:
+        with pytest.raises(ValueError, match=f"no number of ranks from 1 to {available} fits"):
+            fitting_ranks(path, [], whole, available)
+        return
+    ranks, overrides = fitting_ranks(path, [], whole, available)
+    after = load_recipe(path, overrides)
+    assert available - tp * pp < ranks <= available
+    assert mesh_shape(after, ranks) == (pp, ranks // (tp * pp), 1, tp)
+    plans = [batch_plan(recipe, mesh_shape(recipe, size)[1]) for recipe, size in ((before, whole), (after, ranks))]
+    assert plans[0].samples == plans[1].samples and plans[1].ranks == ranks // (tp * pp)
