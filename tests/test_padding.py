@@ -24,10 +24,10 @@ LABELS = np.array([[6, 1, 5, -100], [0, 3, 6, 2]], np.int32)
 class Decoder(nn.Cell):
     """Embedding, output layer and loss of a language model."""
 
-    def __init__(self, tied, dtype=ms.float32):
+    def __init__(self, tied):
         super().__init__()
-        self.embed = layers.VocabParallelEmbedding(ROWS, WIDTH, dtype=dtype)
-        self.head = None if tied else layers.VocabParallelLinear(WIDTH, ROWS, dtype=dtype)
+        self.embed = layers.VocabParallelEmbedding(ROWS, WIDTH)
+        self.head = None if tied else layers.VocabParallelLinear(WIDTH, ROWS, has_bias=True, bias_init=0.3)
         self.loss = layers.VocabParallelCrossEntropy()
 
     def construct(self, ids, labels=None):
@@ -189,6 +189,9 @@ def test_what_is_said():
         shard(nn.Dense(WIDTH, ROWS), TP, plan={"": {"weight": layout("tp")}})
     assert "a size that 4 divides, 4 or 8, or other axes, or store zeros" in str(raised.value)
     assert "layout(…, pad=True)" in str(raised.value)
+
+    with pytest.raises(TypeError, match="pad=4 should be True, or the sizes of the parts"):
+        layout("tp", pad=4)
 
     def construct(self):
         self.count += 1
