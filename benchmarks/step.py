@@ -2,8 +2,8 @@
 
 `loop` is all that `Trainer.steps()` does around the function of a step, in whose place it pauses for 5 ms: it takes the
 batch, which a thread reads in the pause, computes the rate, makes and records the row. `program` is what a forward pass
-does before it runs: the key of the call, and whether what the program depends on in Python is as it was. The sum, with
-`program` once a micro-step, has a limit.
+does before it runs: the key of the call, and whether what the program depends on in Python is as it was. `schedule` is
+a run of a pipeline of one stage whose passes do nothing. The sum, with the last two once a micro-step, has a limit.
 """
 
 import sys
@@ -15,7 +15,8 @@ import mindspore as ms
 import numpy as np
 from harness import Variant, run_benchmark, verdict
 
-from mindformers_core import Trainer
+from mindformers_core import Trainer, hsdp, init_device_mesh, shard
+from mindformers_core.pipeline import PipelineStage, Schedule1F1B
 from mindformers_core.sharding.sharded_cells import tree_of
 
 CONFIG = str(Path(__file__).resolve().parent.parent / "configs" / "llama_tiny_cpu_1p.yaml")
@@ -29,6 +30,31 @@ def trainer_of():
     """A trainer of the recipe, and the generator of its steps."""
     trainer = Trainer(CONFIG, *OPTIONS, f"training.output_dir={tempfile.mkdtemp()}")
     return trainer, trainer.steps()
+
+
+class Mean(ms.nn.Cell):
+    """A stage with a weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = ms.nn.Dense(4, 4)
+
+    def construct(self, x):
+        return ms.ops.mean(self.dense(x))
+
+
+def empty_schedule():
+    """The function of a run of one stage, whose passes do nothing."""
+    stage = PipelineStage(hsdp(shard(Mean(), init_device_mesh((1,), ("dp",)))), 0, 1)
+    schedule, x = Schedule1F1B(stage, 1, share_outputs=True), ms.Tensor(np.ones((2, 4), np.float32))
+    done = (schedule.run(x),)
+    stage.forward, stage.backward_input, stage.backward_weight = lambda *_: done, lambda *_: (), lambda *_: None
+
+    def run():
+        stage.zero_gradients()
+        schedule.run(x)
+
+    return run
 
 
 def make_variants():
@@ -49,12 +75,13 @@ def make_variants():
         Variant("step", "step", lambda: next(steps)),
         Variant("loop", "step", calls(lambda: next(empty)), calls=CALLS),
         Variant("program", "step", calls(lambda: tree.known_program("", inputs, {})), calls=CALLS),
+        Variant("schedule", "step", calls(empty_schedule()), calls=CALLS),
     ]
 
 
 def remarks(results):
     """The sum, of a step of two micro-batches."""
-    total = 1e3 * (results["loop"].median - PAUSE + 2 * results["program"].median)
+    total = 1e3 * (results["loop"].median - PAUSE + 2 * (results["program"].median + results["schedule"].median))
     return [f"- outside of the passes: {total:.3f} ms; {verdict(total, LIMIT)}"], total <= LIMIT
 
 
