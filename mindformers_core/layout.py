@@ -68,7 +68,7 @@ class LayoutSpec:
         return dims + [()] * (ndim - len(dims))
 
     def __repr__(self):
-        return f"layout{self}"
+        return f"layout{self}" + " padded" * bool(self.pad)
 
     def __str__(self):
         return entries_shown(["..." if entry is ... else entry for entry in self.entries])
@@ -86,13 +86,15 @@ def layout(*entries, pad=False):
     Code and files have the weight without them; see `tensor_parallel.with_padding` and `manual_split`.
 
     Raises:
-        TypeError: an entry of another type.
+        TypeError: an entry, or `pad`, of another type.
         ValueError: `...` more than once.
     """
     cleaned = tuple(_clean_entry(entry) for entry in entries)
     if cleaned.count(...) > 1:
         raise ValueError(f"layout{entries}: '...' may stand once")
-    return LayoutSpec(cleaned, pad if pad in (True, False) else tuple(pad))
+    if not isinstance(pad, (bool, tuple, list)):
+        raise TypeError(f"layout{entries}: pad={pad!r} should be True, or the sizes of the parts, as (10, 20, 30, 4)")
+    return LayoutSpec(cleaned, pad if isinstance(pad, bool) else tuple(pad))
 
 
 class Layout(Immutable):

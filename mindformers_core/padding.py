@@ -40,10 +40,9 @@ def sizes_of_parts(layout, shape, pad, name):
 
 
 def padded_shape(shape, sizes):
-    """The global shape as ranks store it, of parts of these `part_sizes`."""
-    return tuple(size if parts is None else len(parts) * max(parts) for size, parts in zip(shape, sizes)) or tuple(
-        shape
-    )
+    """The global shape as ranks store it, of parts of these `part_sizes`; () for no padding."""
+    sizes = sizes or (None,) * len(shape)
+    return tuple(size if parts is None else len(parts) * max(parts) for size, parts in zip(shape, sizes))
 
 
 def stored_shape(parameter):

@@ -19,10 +19,10 @@ def bounded(default, at_least=None, at_most=None, above=None, below=None):
 
 
 def check_range(value, limits, path):
-    """Raise `ValueError` for a number, or an entry of a tuple, out of its range. None is allowed, NaN isn't.
+    """Raise `ValueError` for a number, or an entry of a tuple, out of its range. None and texts are allowed, not NaN.
 
     Args:
-        value: the number, tuple of numbers or None; of any type where there are no limits.
+        value: the number, tuple of numbers, text or None; of any type where there are no limits.
         limits: metadata of a field that `bounded` made; other entries are ignored.
         path: the key, for the error.
     """
@@ -30,7 +30,9 @@ def check_range(value, limits, path):
     if isinstance(value, tuple):
         for index, entry in enumerate(value):
             check_range(entry, limits, f"{path}[{index}]")
-    elif value is not None and not all(_HOLDS[kind](value, limit) for kind, limit in limits.items()):
+    elif not isinstance(value, (str, type(None))) and not all(
+        _HOLDS[kind](value, limit) for kind, limit in limits.items()
+    ):
         allowed = " and ".join(f"{_WORDS[kind]} {limit}" for kind, limit in limits.items())
         raise ValueError(f"{path}: {_shown(value)} should be {allowed}")
 

@@ -22,7 +22,9 @@ from mindformers_core.recipe.sections import Recipe
 from mindformers_core.sharding.sharded_cells import ShardedCell
 
 PAGE = ROOT / "docs" / "from_mindspore.md"
-BEGINNING, HOOK, PIPELINE = (each.replace("init_distributed()", "world()") for each in code_blocks(PAGE, "python"))
+BEGINNING, LOOKUP, HOOK, PIPELINE = (
+    each.replace("init_distributed()", "world()") for each in code_blocks(PAGE, "python")
+)
 ROWS = [cells for _, cells in table_rows(PAGE) if cells[1:] != ("here", "line")]
 LINES = dict.fromkeys(line for _, _, cell in ROWS for line in re.findall(r"`([^`]+)`", cell))
 SECTIONS = tuple(f"{entry.name}: " for entry in fields(Recipe))
@@ -113,6 +115,17 @@ def test_a_line_runs(line, rank_0_of_4, tmp_path, monkeypatch):
     if isinstance(names["net"], ShardedCell):
         said = explain(names["net"], names["x"])
         assert [text for part, text in SHOWN.items() if part in line and text not in said] == [], said
+
+
+def test_manual_splits():
+    def work(rank):
+        names = run(LOOKUP)
+        return names["y"].asnumpy(), [each.shape for each in names["net"].get_parameters()]
+
+    expected = value_of(None, (64, 8)).asnumpy()[[[3, 12, 59, 60], [0, 29, 30, 63]]]
+    for found, shapes in SimulatedRanks(4).run(work):
+        np.testing.assert_array_equal(found, expected)
+        assert shapes == [(30, 8)]
 
 
 def test_the_hook_of_the_rfc():

@@ -10,7 +10,7 @@ from mindspore.common.initializer import Normal
 from support.split_models import batch as small_batch
 
 from mindformers_core.layout import layout
-from mindformers_core.models import LayerSpec, LlamaConfig, LlamaForCausalLM, LlamaModel
+from mindformers_core.models import LlamaConfig, LlamaForCausalLM, LlamaModel, ModuleSpec
 from mindformers_core.models.attention import LlamaAttention, causal_mask
 from mindformers_core.models.llama import LlamaDecoderLayer, LlamaMLP
 from mindformers_core.models.rotary import apply_rotary, rotary_tables
@@ -193,7 +193,7 @@ def test_layer_spec_replaces_a_part():
         def construct(self, hidden_states):
             return hidden_states
 
-    spec = LayerSpec(LlamaDecoderLayer, {"mlp": Numbered})
+    spec = ModuleSpec(LlamaDecoderLayer, {"mlp": Numbered})
     model = LlamaModel(LlamaConfig(**SMALL), spec, split_layers(2, 2)[1])
     (layer,) = model.layers.values()
     assert type(layer.mlp) is Numbered and layer.layer_number == 2

@@ -12,6 +12,7 @@ from mindformers_core.checkpoint.checkpointer import Checkpointer
 from mindformers_core.communication.simulated import SimulatedRanks
 from mindformers_core.layout import layout
 from mindformers_core.mesh import DeviceMesh
+from mindformers_core.models.adapters import add_adapters
 from mindformers_core.tensor_parallel import layers
 from mindformers_core.zero import hsdp
 
@@ -23,10 +24,10 @@ LABELS = np.array([[6, 1, 5, -100], [0, 3, 6, 2]], np.int32)
 class Decoder(nn.Cell):
     """Embedding, output layer and loss of a language model."""
 
-    def __init__(self, tied, dtype=ms.float32):
+    def __init__(self, tied):
         super().__init__()
-        self.embed = layers.VocabParallelEmbedding(ROWS, WIDTH, dtype=dtype)
-        self.head = None if tied else layers.VocabParallelLinear(WIDTH, ROWS, dtype=dtype)
+        self.embed = layers.VocabParallelEmbedding(ROWS, WIDTH)
+        self.head = None if tied else layers.VocabParallelLinear(WIDTH, ROWS, has_bias=True, bias_init=0.3)
         self.loss = layers.VocabParallelCrossEntropy()
 
     def construct(self, ids, labels=None):
@@ -52,6 +53,17 @@ def test_padded_parts_under_hsdp():
 
     check = verify(build, mesh, Tensor(IDS), Tensor(LABELS))
     assert not check.faults, check.report()
+
+
+def test_an_adapter_of_a_padded_layer():
+    """Its parts are those of the layer's weight, also in the copies that `verify` makes."""
+    net = Decoder(False)
+    add_adapters(net, 2, ["head"])
+    net.head.lora_B.set_data(ops.arange(14, dtype=ms.float32).reshape(7, 2) / 10)
+    check = verify(net, TP, Tensor(IDS), Tensor(LABELS))
+    assert not check.faults, check.report()
+    (graph, _) = check.plans[0, TP]
+    assert graph.uses.parameters["head.lora_B"].part_sizes == ((2, 2, 2, 1), None)
 
 
 PADDED = {
@@ -177,6 +189,9 @@ def test_what_is_said():
         shard(nn.Dense(WIDTH, ROWS), TP, plan={"": {"weight": layout("tp")}})
     assert "a size that 4 divides, 4 or 8, or other axes, or store zeros" in str(raised.value)
     assert "layout(…, pad=True)" in str(raised.value)
+
+    with pytest.raises(TypeError, match="pad=4 should be True, or the sizes of the parts"):
+        layout("tp", pad=4)
 
     def construct(self):
         self.count += 1

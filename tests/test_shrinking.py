@@ -82,7 +82,7 @@ def check_shrunk(recipe, found, plans):
         assert {*map(kind_of, storage.parameters)} == {*map(kind_of, other.parameters)}
         assert sum(each.plan.size for each in other.parameters) < 250_000
         values = {value for _, plan in ours.plan.walk() for e in plan.instructions for value, _ in e.produced}
-        assert max(math.prod(value.shape) for value in values) < 150_000
+        assert max(math.prod(value.shape) for value in values) < 300_000  # scores of 16 heads and 64 tokens are 262,144
         if getattr(small.model, "num_hidden_layers", 0) == getattr(recipe.model, "num_hidden_layers", 0):
             assert ours.source.text.count("def ") == theirs.source.text.count("def ")
     return large, programs

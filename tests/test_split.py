@@ -31,7 +31,7 @@ def test_row_parallel():
 def test_embedding():
     layer = split_layer((6, 4), "embedding", weight_attr=0.5)
     assert type(layer) is VocabParallelEmbedding and (layer.weight.asnumpy() == np.full((6, 4), 0.5)).all()
-    assert layer.shard() == (None, layout(..., None), {"weight": layout("tp", None)})
+    assert layer.shard() == (None, layout(..., None), {"weight": layout("tp", None, pad=True)})
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from mindformers_core.capture.algorithm_graph import algorithm_of
 from mindformers_core.explaining.report import make_report
 from mindformers_core.layout import layout
 from mindformers_core.mesh import init_device_mesh
-from mindformers_core.models import LayerSpec, LlamaConfig, LlamaForCausalLM
+from mindformers_core.models import LlamaConfig, LlamaForCausalLM, ModuleSpec
 from mindformers_core.models.llama import LLAMA_LAYER, LlamaDecoderLayer
 from mindformers_core.operators import tensor_meta
 from mindformers_core.tensor_parallel import prepare, shard
@@ -92,7 +92,7 @@ class GatheredLayer(LlamaDecoderLayer):
 def test_boundary_doesnt_depend_on_the_layers(rank_0_of_4, stage):
     """Stages agree with their neighbours whatever the layers leave behind."""
     given = tensor_meta((2, 4, 24), "float32") if stage else tensor_meta((2, 8), "int32")
-    plan = planned(config_of("even"), given, Sequence, parts_of("even")[stage], LayerSpec(GatheredLayer))
+    plan = planned(config_of("even"), given, Sequence, parts_of("even")[stage], ModuleSpec(GatheredLayer))
     held = layout("dp", "tp", None).bind(plan.mesh)
     assert (plan.results == (held,)) == (stage < 2)
     assert stage == 0 or plan.layouts[plan.graph.arguments["input_ids"].id] == held

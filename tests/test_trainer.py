@@ -14,6 +14,7 @@ from test_training_loop import ONE_RANK, SMALL, rows_of
 
 from mindformers_core import Trainer
 from mindformers_core.checkpoint.load import check_checksums, open_checkpoint
+from mindformers_core.commands.command_line import main
 from mindformers_core.commands.compare import read_losses
 from mindformers_core.communication.simulated import SimulatedRanks
 from mindformers_core.files import lock_folder
@@ -29,7 +30,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_a_loop_of_the_users(tmp_path):
+def test_a_loop_of_the_users(tmp_path, capsys):
     """It may end early, add to rows, and go on; a loss is read when its record is due."""
     options = [*SMALL, f"train_dataset.cache_dir={tmp_path / 'cache'}", "checkpoint.async_save=true"]
     options += ["checkpoint.enable_save=true", "checkpoint.save_interleaved_steps=2"]
@@ -37,7 +38,12 @@ def test_a_loop_of_the_users(tmp_path):
     options += ["evaluation.interval=3"]
     options += ["evaluation.samples=5", "monitor.gradient_norms=['*norm*']", "precision.loss_scale=2"]
     options += ["training.average_decay=0.9", "context.device_model=CPU"]
-    Trainer(ONE_RANK, *options, f"training.output_dir={tmp_path / 'whole'}").run()
+    whole, auto = tmp_path / "whole", ("checkpoint.save_interleaved_steps=auto", "checkpoint.mtbf=1ms")
+    Trainer(ONE_RANK, *options, *auto, f"training.output_dir={whole}").run()
+    assert sorted(os.listdir(whole / "checkpoint")) == ["step_5", "step_6"]
+    assert "save_interleaved_steps: auto: every 1 steps, since one takes" in capsys.readouterr().out
+    assert main(["recovery", "--simulate", "--run", str(whole), "--mtbf", "1h", "--restart", "9"]) == 0
+    assert "Daly's formula" in capsys.readouterr().out
     job, folder, waiting = Trainer(ONE_RANK, *options, f"training.output_dir={tmp_path / 'a'}"), tmp_path / "a", []
     for row in job.steps():
         waiting.append(isinstance(row.data["loss"], ms.Tensor))

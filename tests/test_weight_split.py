@@ -132,15 +132,13 @@ def source(net):
     return Path(programs(net)[-1].file).read_text()
 
 
+RARE = "llama", "products", "others"  # compiled
+
+
 @pytest.mark.parametrize(
     ("name", "compiled"),
     [
-        pytest.param(
-            name,
-            jit,
-            id=f"{name}-{mode}",
-            marks=[pytest.mark.nightly] * (jit and name in ("llama", "products", "others")),
-        )
+        pytest.param(name, jit, id=f"{name}-{mode}", marks=[pytest.mark.nightly] * (jit and name in RARE))
         for name in MODELS
         for jit, mode in ((False, "pynative"), (True, "jit"))
     ],

@@ -11,6 +11,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
+from threading import Thread
 
 import numpy as np
 
@@ -34,12 +35,13 @@ class BackgroundSave:
         ranks: the `Ranks`.
 
     Attributes:
-        folder: of the last checkpoint that was asked for; None before.
+        folder: of the last checkpoint that was asked for; None before. seconds: from the return of `start` until this
+            rank's part of it was written, a dict with the key "write_seconds"; {} before.
     """
 
     def __init__(self, ranks):
-        self._ranks, self.folder = ranks, None
-        self._plan = self._memory = self._faulting = self._process = None
+        self._ranks, self.folder, self.seconds = ranks, None, {}
+        self._plan = self._memory = self._faulting = self._process = self._clock = None
         self._worker, self._copying = ThreadPoolExecutor(1), None  # the `Future` of the copy and the process's start
         self._descriptors = ()  # of the snapshot, and of the parts of all ranks
 
@@ -126,7 +128,15 @@ class BackgroundSave:
                     later.append(pair)
         for each in copied:
             each.result()
-        self._copying = self._worker.submit(self._write, later, request)
+        self._copying, self.seconds = self._worker.submit(self._write, later, request), {}
+        self._clock = Thread(target=self._measure, args=(self._copying, time.perf_counter()), daemon=True)
+        self._clock.start()
+
+    def _measure(self, copying, started):
+        """Wait for the process, beside everything else."""
+        wait([copying])
+        if self._process is not None and self._process.wait() == 0:
+            self.seconds = {"write_seconds": time.perf_counter() - started}
 
     def await_copies(self):
         """Wait until the moments are copied too: before they change."""
@@ -189,6 +199,7 @@ class BackgroundSave:
             with suppress(ProcessLookupError):
                 self._process.kill()
             self._process.wait()
+            self._clock.join()
             self._process.stdout.close()
             self._process = None
 

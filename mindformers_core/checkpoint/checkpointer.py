@@ -1,6 +1,7 @@
 """`Checkpointer`: the state of a training loop, saved in a run folder and loaded on any mesh."""
 
 import os
+import time
 import zlib
 
 import mindspore as ms
@@ -62,6 +63,8 @@ class Checkpointer:
     Attributes:
         state: the dict of the loop's own in the loaded checkpoint; {} before.
         folder: as given; newest: that of the last checkpoint that was asked for, None before.
+        seconds: a dict: "save_seconds" that the last `begin_save` took; with `async_save` "write_seconds" from there
+            until this rank's part of the checkpoint before that was written.
         base: that of the weights beneath adapters, which checkpoints name and don't have; None: drawn from the seed.
     """
 
@@ -69,7 +72,7 @@ class Checkpointer:
         self, folder, cells, optimizer=None, mesh=None, keep_last=0, keep_every=0, async_save=False,
         file_name=lambda path: path,
     ):  # fmt: skip
-        self.folder, self.newest, self.base, self.state = folder, None, None, {}
+        self.folder, self.newest, self.base, self.state, self.seconds = folder, None, None, {}, {}
         self._file_name, self._optimizer = file_name, optimizer
         self._cells = [cells] if isinstance(cells, nn.Cell) else list(cells)
         here, self._keep, self._plan, self._parts = world(), (keep_last, keep_every), None, None
@@ -119,6 +122,7 @@ class Checkpointer:
 
         `documents`: path in the folder -> bytes of further files.
         """
+        started, before = time.perf_counter(), {} if self._background is None else self._background.seconds
         parts, folder = self.parts(), step_folder(self.folder, step)
         if reserved := [name for name in state if name in _OWN]:
             raise ValueError(f"save(state=…) has the key '{reserved[0]}', which a checkpoint has itself: rename it")
@@ -129,9 +133,10 @@ class Checkpointer:
         arguments = folder, list(parts), lambda part: parts[part].asnumpy(), documents
         if self._background is not None:
             self._background.start(*arguments, self._keep)
-            return folder
-        self._plan, is_first = save(*arguments, self._ranks, self._plan), self._ranks.rank == 0
-        on_all_ranks(self._ranks, lambda: prune(folder, *self._keep) if is_first else None)
+        else:
+            self._plan, is_first = save(*arguments, self._ranks, self._plan), self._ranks.rank == 0
+            on_all_ranks(self._ranks, lambda: prune(folder, *self._keep) if is_first else None)
+        self.seconds = {"save_seconds": time.perf_counter() - started, **before}
         return folder
 
     def _adapter_documents(self, parts):

@@ -1,4 +1,4 @@
-"""`python -m mindformers_core train | data | generate | verify | diff | compare | inspect | check | convert`."""
+"""`python -m mindformers_core train | data | generate | verify | diff | compare | recovery | inspect | …`."""
 
 import argparse
 import os
@@ -40,7 +40,7 @@ def main(arguments=None):
 
 def _parser():
     parser = argparse.ArgumentParser(prog="python -m mindformers_core", description=_DESCRIPTION)
-    metavar = "train | data | generate | verify | diff | compare | inspect | check | convert"
+    metavar = "train | data | generate | verify | diff | compare | recovery | inspect | check | convert"
     commands = parser.add_subparsers(required=True, metavar=metavar)
     recipe = argparse.ArgumentParser(add_help=False)
     recipe.add_argument("--config", required=True, metavar="FILE", help="the recipe, as configs/llama_tiny_cpu.yaml")
@@ -80,6 +80,9 @@ def _parser():
     add("--keep", metavar="FOLDER", help="keep there what recipes record")
     add("--perturbed", metavar="FOLDER", help="A's run, recorded with monitor.perturb=1")
     add("overrides", nargs="*", metavar="section.key=value", help="keys of both recipes; a:… or b:… of one")
+    add = command("recovery", _recovery, "what failures cost a job, and the best interval between its checkpoints")
+    for flag, (text, options) in _RECOVERY.items():
+        add(f"--{flag}", help=text, **options)
     folder = argparse.ArgumentParser(add_help=False)
     folder.add_argument("folder", metavar="FOLDER", help="a checkpoint, or a run folder: its newest one")
     command("inspect", partial(_look_at, "inspect"), "the tensors of a checkpoint as a table, and its state", folder)
@@ -97,6 +100,23 @@ def _count(text):
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"'{text}' is no whole number from 1 on")
     return int(text)
+
+
+_RECOVERY = {  # flag: help, other arguments of add_argument; times are texts
+    "simulate": ("draw failures, and count what they cost", {"action": "store_true", "required": True}),
+    "mtbf": ("mean time between failures of the job, as 6h; seconds without a unit", {"required": True}),
+    "workers": ("--mtbf is that of one of so many", {"type": _count, "default": 1}),
+    "run": ("take step, save and background from this run", {"dest": "measured", "metavar": "FOLDER"}),
+    "step": ("time of a step", {}),
+    "save": ("time that a save holds up training", {}),
+    "background": ("time from there until the checkpoint is complete (default 0)", {}),
+    "restart": ("time from a failure to the begin of the first new step, without loading", {"required": True}),
+    "load": ("time of loading a checkpoint from disk (default 0)", {}),
+    "from_disk": ("part of the failures after which the state isn't in memory (default 1)", {"type": float}),
+    "preempted": ("mean time between preemptions, before which the job saves (default: none)", {}),
+    "seed": ("of the failures (default 0)", {"type": int, "default": 0}),
+    "json": ("all figures, in seconds and parts of the wall time", {"action": "store_true"}),
+}
 
 
 # What commands do: each returns the exit code (None: 0).
@@ -163,6 +183,12 @@ def _diff(arguments):
 
     sources = arguments.run_a, arguments.run_b
     return 0 if diff(sources, arguments.overrides, arguments.steps, arguments.keep, arguments.perturbed) else 1
+
+
+def _recovery(arguments):
+    from mindformers_core.commands.recovering import recovery
+
+    print(recovery(arguments))
 
 
 def _look_at(function, arguments):

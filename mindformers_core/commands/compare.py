@@ -12,27 +12,35 @@ _LAST = 10  # a single loss depends on its batch; the mean of the last ones coun
 def read_losses(run):
     """`{step: loss}` of a run folder, or of a metrics.jsonl file; NaN for a loss that wasn't finite, which is null.
 
+    Errors as of `read_rows`.
+    """
+    return {step: math.nan if row["loss"] is None else row["loss"] for step, row in read_rows(run).items()}
+
+
+def read_rows(run):
+    """`{step: row}` of a run folder, or of a metrics.jsonl file.
+
     Raises:
         FileNotFoundError: no metrics there. ValueError: a line that isn't a metrics line, a step twice, or no line.
     """
     path = os.path.join(run, "metrics.jsonl") if os.path.isdir(run) else run
     if not os.path.isfile(path):
         raise FileNotFoundError(f"'{run}' is no run folder, with a metrics.jsonl in it, and no metrics file")
-    losses = {}
+    rows = {}
     with open(path, encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             try:
                 row = json.loads(line)
-                step, loss = int(row["step"]), math.nan if row["loss"] is None else float(row["loss"])
+                step, row["loss"] = int(row["step"]), row["loss"] and float(row["loss"])
             except (ValueError, KeyError, TypeError) as error:
                 shown = line.strip()[:80]
                 raise ValueError(f"{path}, line {number}: no metrics line with a step and a loss: {shown!r}") from error
-            if step in losses:
+            if step in rows:
                 raise ValueError(f"{path}, line {number}: step {step} is there twice")
-            losses[step] = loss
-    if not losses:
+            rows[step] = row
+    if not rows:
         raise ValueError(f"{path} is empty: the run ended before its first step")
-    return losses
+    return rows
 
 
 def largest_difference(first, second):

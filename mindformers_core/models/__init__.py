@@ -7,7 +7,7 @@ from mindformers_core.lazy_exports import lazy_exports
 
 _EXPORTS = {
     "adapters": "add_adapters merge_adapters",
-    "spec": "LayerRange LayerSpec ModelSpec",
+    "spec": "LayerRange ModelSpec ModuleSpec build_module",
     "configuration": "LlamaConfig",
     "llama": "LlamaForCausalLM LlamaModel",
     "manual_split": "model_split_manual",

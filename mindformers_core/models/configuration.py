@@ -11,7 +11,7 @@ _DTYPES = ("float32", "float16", "bfloat16")
 _EXPECTED = {int: "an int", int | None: "an int", float: "a number", bool: "true or false"}
 # values that can differ between layers; hidden states, rotary tables and dtype are those of the whole model
 _LAYER_KEYS = (
-    "intermediate_size", "num_attention_heads", "num_key_value_heads", "rms_norm_eps", "initializer_range",
+    "intermediate_size", "num_attention_heads", "num_key_value_heads", "rms_norm_eps", "initializer_range", "fp8",
 )  # fmt: skip
 
 
@@ -37,8 +37,12 @@ class LlamaConfig:
         account_for_embedding_in_pipeline_split: whether the embedding counts as a layer in a split into equal stages.
         account_for_loss_in_pipeline_split: whether the output layer counts as a layer in such a split.
         heterogeneous_block_specs: for every decoder layer a dict with the values that differ from the model's, of
-            `intermediate_size`, `num_attention_heads`, `num_key_value_heads`, `rms_norm_eps` and `initializer_range`.
-            The size of a head, `head_dim`, is common. Default: all layers are equal.
+            `intermediate_size`, `num_attention_heads`, `num_key_value_heads`, `rms_norm_eps`, `initializer_range` and
+            `fp8`. The size of a head, `head_dim`, is common. Default: all layers are equal.
+        fp8: whether linear layers of decoder layers multiply numbers rounded to float8, and how: "e4m3", "hybrid" (e5m2
+            for gradients), or the import path of an `Fp8Policy`. Default: not at all. See `get_fp8_context`.
+        first_last_layers_bf16: whether the first `num_layers_at_start_in_bf16` and the last `num_layers_at_end_in_bf16`
+            decoder layers multiply in `dtype` in any case.
 
     Raises:
         TypeError, ValueError: a value of the wrong type, out of range, or in contradiction to another one.
@@ -60,6 +64,10 @@ class LlamaConfig:
     account_for_embedding_in_pipeline_split: bool = False
     account_for_loss_in_pipeline_split: bool = False
     heterogeneous_block_specs: tuple[dict, ...] | None = field(default=None, hash=False)
+    fp8: str | None = None
+    first_last_layers_bf16: bool = False
+    num_layers_at_start_in_bf16: int = bounded(1, 0, MOST_LAYERS)
+    num_layers_at_end_in_bf16: int = bounded(1, 0, MOST_LAYERS)
 
     def __post_init__(self):
         if self.num_key_value_heads is None:

@@ -7,7 +7,8 @@ from mindspore.common.initializer import Normal
 from mindformers_core.layout import layout
 from mindformers_core.models.attention import KeyValueCache, LlamaAttention, causal_mask, document_mask, slot_mask
 from mindformers_core.models.rotary import rotary_tables
-from mindformers_core.models.spec import LayerRange, LayerSpec
+from mindformers_core.models.spec import LayerRange, ModuleSpec, build_module
+from mindformers_core.tensor_parallel.fp8 import get_fp8_context
 from mindformers_core.tensor_parallel.layers import (
     ColumnParallelLinear,
     RMSNorm,
@@ -70,7 +71,7 @@ class LlamaDecoderLayer(nn.Cell):
         return ops.add(hidden_states, self.mlp(self.post_attention_layernorm(hidden_states)))
 
 
-LLAMA_LAYER = LayerSpec(LlamaDecoderLayer)
+LLAMA_LAYER = ModuleSpec(LlamaDecoderLayer)
 
 
 class LlamaModel(nn.Cell):
@@ -110,7 +111,8 @@ class LlamaModel(nn.Cell):
         """The layer `layer_number` of this part, from 1 (RFC ICY7S6)."""
         global_layer_number = layer_number + self.layer_offset
         layer_config = self.config.get_config_for_layer(global_layer_number)
-        return layer_spec.module(layer_config, global_layer_number, **layer_spec.submodules)
+        with get_fp8_context(layer_config, global_layer_number - 1, is_init=True):
+            return build_module(layer_spec, layer_config, global_layer_number)
 
     def construct(self, input_ids, positions=None, slots=None, starts=None):
         hidden_states = input_ids

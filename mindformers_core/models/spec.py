@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, is_dataclass
+from inspect import signature
 from types import MappingProxyType
 
 from mindformers_core.hints import check_loss, nearest
@@ -11,16 +12,28 @@ from mindformers_core.operators.signature import tensor_meta
 
 
 @dataclass(frozen=True)
-class LayerSpec:
-    """A decoder layer's class and those of its parts, so that a user can replace them.
+class ModuleSpec:
+    """The class of a decoder layer, or of a part of one, and those of its parts, so that a user can replace them.
 
     Attributes:
-        module: the layer's class, made by `module(config, layer_number, **submodules)`.
-        submodules: classes by argument name.
+        module: the class, of which `build_module` makes the Cell.
+        submodules: classes, or their specs, by argument name.
     """
 
     module: type
     submodules: dict = field(default_factory=dict)
+
+
+def build_module(spec, *args, **kwargs):
+    """The Cell of a `ModuleSpec`, or of a class: `module(*args, **kwargs, **submodules)` (the name is Megatron-LM's).
+
+    `model_comm_pgs` and `vp_stage` are left out for a class without such parameters: here, a mesh says which ranks
+    communicate, and a `LayerRange` which layers a stage has.
+    """
+    module, submodules = (spec.module, spec.submodules) if isinstance(spec, ModuleSpec) else (spec, {})
+    left_out = {"model_comm_pgs", "vp_stage"} - signature(module.__init__).parameters.keys()
+    kwargs = {name: value for name, value in kwargs.items() if name not in left_out}
+    return module(*args, **kwargs, **submodules)
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ _EXPORTS = {
     "stage": "PipelineStage",
     "pipeline_cell": "PipelineCell",
     "layer_split": "split_layers stages_of_rank",
+    "layer_offset": "get_transformer_layer_offset",
 }
 
 __all__, __getattr__, __dir__ = lazy_exports(__name__, _EXPORTS)

@@ -53,6 +53,12 @@ def split_layers(count, stages, layers_per_stage=None, embedding_counts=False, l
     )
 
 
+def split_config(config, stages, layers_per_stage=None):
+    """`split_layers` of a model's config, with its `num_hidden_layers`, and what counts as a layer, if it says so."""
+    counts = (getattr(config, f"account_for_{part}_in_pipeline_split", False) for part in ("embedding", "loss"))
+    return split_layers(config.num_hidden_layers, stages, layers_per_stage or None, *counts)
+
+
 def stages_of_rank(rank, ranks, chunks=1, placement="loop"):
     """Numbers of the stages that a pipeline rank holds, ascending.
 

@@ -1,6 +1,6 @@
 """A recipe's pipeline: the schedule, and the layers of every stage and rank. No MindSpore is called here."""
 
-from mindformers_core.pipeline.layer_split import split_layers
+from mindformers_core.pipeline.layer_split import split_config
 from mindformers_core.pipeline.schedules.named import schedule_class
 from mindformers_core.pipeline.tables.simulating import simulate
 from mindformers_core.recipe.sections import micro_batches_of_a_run
@@ -80,14 +80,9 @@ def layers_of_stages(recipe):
     Raises:
         ValueError: an impossible split of the layers.
     """
-    sizes, model = recipe.parallelism, recipe.model
-    return split_layers(
-        model.num_hidden_layers,
-        stage_count(recipe),
-        sizes.pipeline_parallel_layers_per_stage or None,
-        getattr(model, "account_for_embedding_in_pipeline_split", False),
-        getattr(model, "account_for_loss_in_pipeline_split", False),
-    )
+    sizes = recipe.parallelism
+    stages = sizes.pipeline_parallel * sizes.pipeline_parallel_interleave_num
+    return split_config(recipe.model, stages, sizes.pipeline_parallel_layers_per_stage)
 
 
 def layers_of_rank(recipe, pipeline_rank):

@@ -7,6 +7,7 @@ Face's `config.json`.
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
+from mindformers_core.analysis.recovery import seconds_of
 from mindformers_core.batches import BatchPlan
 from mindformers_core.hints import nearest
 from mindformers_core.layout import layout
@@ -119,7 +120,8 @@ class Checkpoint:
     """Saving into the run folder, and loading on any mesh."""
 
     enable_save: bool = False
-    save_interleaved_steps: int = bounded(1000, 1, _MANY)
+    save_interleaved_steps: int | str = bounded(1000, 1, _MANY)  # auto: by what saving costs, and mtbf
+    mtbf: int | float | str | None = bounded(None, 1, 1e11)  # with auto: mean seconds between failures, or as 6h
     keep_last: int = bounded(0, 0, _MANY)  # number of newest checkpoints that stay in the run folder; 0: all
     keep_every: int = bounded(0, 0, _MANY)  # with keep_last: those of every so many steps stay, too; 0: none
     on_error: Literal["end", "go_on"] = "end"  # where a checkpoint can't be saved; earlier ones stay in any case
@@ -129,6 +131,15 @@ class Checkpoint:
     load_path: str = ""  # a run folder (its newest checkpoint), one of its checkpoint/step_N, or a Hugging Face folder
     no_load_optim: bool = False  # load weights only, and begin at step 0
     load_average: bool = False  # load the moving average of the weights in their place, and nothing else
+
+    def __post_init__(self):
+        steps = self.save_interleaved_steps
+        if isinstance(steps, str) and steps != "auto":
+            raise ValueError(f"save_interleaved_steps: {steps!r} is neither a number of steps nor auto")
+        if steps == "auto" and self.mtbf is None:
+            raise ValueError("mtbf: missing: save_interleaved_steps: auto needs the mean time between failures, as 6h")
+        with errors_at("mtbf: "):
+            seconds_of(1 if self.mtbf is None else self.mtbf)
 
 
 @dataclass(frozen=True)

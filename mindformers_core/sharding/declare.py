@@ -55,9 +55,13 @@ def eager_cells(cell, plan):
 
 
 def copy_cell(cell):
-    """A deep copy of a Cell. Primitives with strategies are shared: MindSpore's copy of a primitive drops them."""
+    """A deep copy of a Cell. Primitives with strategies are shared: MindSpore's copy of a primitive drops them; so does
+    that of a Parameter its attributes, which are copied here."""
     primitives = [value for _, child in cell.cells_and_names() for value in _primitives(child).values()]
-    return copy.deepcopy(cell, {id(value): value for value in primitives if _SHARDED & value.attrs.keys()})
+    copied = copy.deepcopy(cell, {id(value): value for value in primitives if _SHARDED & value.attrs.keys()})
+    for old, new in zip(cell.get_parameters(), copied.get_parameters(), strict=True):
+        vars(new).update({name: value for name, value in vars(old).items() if name not in vars(new)})
+    return copied
 
 
 def owner_and_name(path, cells):

@@ -74,11 +74,12 @@ def explain(cell, *inputs, html=None, **named_inputs):
     activations = replace(tree.activations.explained(whole, inner), arguments_need=needed)
     (stored, *step), kept = (tree.storage.explained(), activations.lines) if path == "" else (((),), ())
     report = make_report(plan, algorithm_of, activations, *step)
-    if html is not None:
-        Path(html).write_text(page(report, tree.label(path), stored, kept), encoding="utf-8")
     named = ((name, padding_note(each)) for name, each in cell.parameters_and_names())
     padded = [f"{name} is padded with zeros, {note}" for name, note in named if note]
-    return explain_plan(report, [*stored, *kept, *padded])
+    stored = [*stored, *padded]
+    if html is not None:
+        Path(html).write_text(page(report, tree.label(path), stored, kept), encoding="utf-8")
+    return explain_plan(report, [*stored, *kept])
 
 
 def explain_activations(cell, *inputs, **named_inputs):

@@ -8,6 +8,7 @@ from mindformers_core.lazy_exports import lazy_exports
 _EXPORTS = {
     "layers": "ColumnParallelLinear LayerNorm RMSNorm RowParallelLinear VocabParallelCrossEntropy "
     "VocabParallelEmbedding VocabParallelLinear vocabulary_logits without_columns",
+    "fp8": "Fp8Policy get_fp8_context",
     "clipping": "clip_by_global_norm",
     "splitting": "split split_layer",
     ".lowering.split_lookup": "manual_split",

@@ -14,6 +14,7 @@ from mindspore.common.initializer import Normal, initializer
 from mindformers_core.hints import check_loss
 from mindformers_core.layout import layout
 from mindformers_core.padding import with_padding
+from mindformers_core.tensor_parallel.fp8 import current_fp8, fp8_dense
 
 
 class Linear(nn.Cell):
@@ -27,6 +28,8 @@ class Linear(nn.Cell):
 
     Attributes:
         weight: shape (out_features, in_features).
+        fp8: name of the `Fp8Policy` in whose context it was built, see `get_fp8_context`, by which it multiplies; None:
+            in the dtype of its inputs.
     """
 
     def __init__(
@@ -35,9 +38,10 @@ class Linear(nn.Cell):
         super().__init__()
         self.weight = _declare((out_features, in_features), weight_init, dtype)
         self.bias = _declare((out_features,), bias_init, dtype) if has_bias else None
+        self.fp8 = current_fp8()
 
     def construct(self, x):
-        y = ops.dense(x, self.weight)
+        y = ops.dense(x, self.weight) if self.fp8 is None else fp8_dense(x, self.weight, self.fp8)
         return y if self.bias is None else ops.add(y, self.bias)
 
     def own_layouts(self, weight, bias):
@@ -83,17 +87,18 @@ class RowParallelLinear(Linear):
 
 
 class VocabParallelLinear(ColumnParallelLinear):
-    """A `ColumnParallelLinear` without bias whose output features are a vocabulary, of any size: logits.
+    """A `ColumnParallelLinear` whose output features are a vocabulary, of any size: logits.
 
     Where `tp` doesn't divide it, see `vocabulary_logits`.
     """
 
     def shard(self, config=None):
         inputs, outputs, _ = super().shard(config)
-        return inputs, outputs, {"weight": layout("tp", None, pad=True)}
+        return inputs, outputs, self.own_layouts(layout("tp", None, pad=True), layout("tp", pad=True))
 
     def construct(self, x):
-        return vocabulary_logits(x, self.weight)
+        logits = vocabulary_logits(x, self.weight)
+        return logits if self.bias is None else ops.add(logits, with_padding(self.bias))
 
 
 class VocabParallelEmbedding(nn.Cell):

@@ -42,6 +42,7 @@ from mindformers_core.trainer.joining import enter_world
 from mindformers_core.trainer.leaving import Leaving
 from mindformers_core.trainer.measuring import epochs, model_operations, peak_memory
 from mindformers_core.trainer.recording import start_recording
+from mindformers_core.trainer.saving import Saving
 from mindformers_core.trainer.step import step_function
 
 
@@ -108,6 +109,7 @@ class Trainer:
         self.loaded_config = self.summary = None
         self._operations = self._operations_of_step()
         self._has_folder, self._told = False, step_counter()
+        self._saving = Saving(recipe.checkpoint, ranks_of(mesh, self.rank), self.checkpointer)
         if checkpoint is not None:
             resume(self, checkpoint)
         if self.optimizer.average and self.step == 0:
@@ -161,10 +163,9 @@ class Trainer:
                         if is_logged:
                             peaks = ranks_of(self.mesh, self.rank).gather(peak_memory())
                             row["memory_bytes"], row["memory_rank"] = max((peaks[rank], rank) for rank in peaks)
-                        is_saved = at_end or leaves or self.step % section.save_interleaved_steps == 0
-                        if section.enable_save and is_saved:
+                        if section.enable_save and (self._saving.is_due(row) or at_end or leaves):
                             is_due = True
-                            save_job(self, settles=at_end or leaves)
+                            self._saving.add(row, save_job(self, settles=at_end or leaves))
                         if self._held_out and (at_end or self.step % self.recipe.evaluation.interval == 0):
                             row.update(self.evaluate())
                             if self.optimizer.average:

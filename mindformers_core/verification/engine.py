@@ -266,9 +266,10 @@ def _own_results(subject, truth):
     finally:
         for path, array in before.items():
             ops.assign(written[path], Tensor(array))
+    gradients = {path: own_array(gradients[path], sizes[path]) for path in weights}
     groups = (
         [("a result", *pair) for pair in zip(results, expected, strict=True)],
-        [(f"gradient of {path}", one, own_array(gradients[path], sizes[path])) for path, one in zip(weights, found)],
+        [(f"gradient of {path}", one, gradients[path]) for path, one in zip(weights, found, strict=True)],
         [(f"{path} afterwards", one, truth.written[label][path]) for path, one in after.items()],
     )
     return [[(what, np.clip(one.asnumpy(), -_HUGE, _HUGE), value) for what, one, value in group] for group in groups]

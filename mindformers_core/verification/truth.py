@@ -13,7 +13,7 @@ from mindformers_core.dtypes import dtype_name
 from mindformers_core.lowering.operator_source import operator_function
 from mindformers_core.mindspore_private import get_user_data, needs_gradient, set_user_data
 from mindformers_core.operators import facts_of, is_float
-from mindformers_core.passes.thread_tape import ThreadTape
+from mindformers_core.passes.thread_tape import ThreadTape, custom_gradients
 from mindformers_core.program.graph import CallNode, match_arguments
 from mindformers_core.program.structure import Value, tree_leaves, tree_map
 from mindformers_core.scopes import errors_at
@@ -163,7 +163,8 @@ class OneCard:
             flowing.extend(floating(passed))
             self.labels += int(passed[1].asnumpy()) if self.divisor is None else 0
 
-        tape.record(forward, inputs)
+        with custom_gradients():  # an operator of a user's may be a Cell with a bprop
+            tape.record(forward, inputs)
         outputs = self.outputs[label] = [tensor.asnumpy() for tensor in flowing]
         sens = tuple(map(self._tensor, slopes(outputs)))
         self.written[label] = {path: tensor.asnumpy().copy() for path, tensor in written.items()}

@@ -4,11 +4,11 @@
 source, local shapes and saved tensors are compared.
 """
 
-from operator_calls import elementwise, images, indexing, losses, products, reductions, shapes
+from operator_calls import elementwise, float8, images, indexing, losses, products, reductions, shapes
 from operator_calls.call import Call, is_many, local
 
 __all__ = ["ALL_CALLS", "CALLS", "Call", "is_many", "local"]
 
-_KINDS = elementwise, products, reductions, shapes, indexing, images, losses
+_KINDS = elementwise, products, reductions, shapes, indexing, images, losses, float8
 CALLS = [call for kind in _KINDS for call in kind.CALLS]
 ALL_CALLS = [*CALLS, *(call for kind in _KINDS for call in kind.OTHERS)]

@@ -24,14 +24,14 @@ import vit_with_hsdp  # noqa: E402
 
 @on_ranks(4)
 def case_vision_transformers_equal_one_card():
-    """By a plan, with `hsdp` and recompute, in a pipeline."""
-    check(vit_by_plan, vit_with_hsdp, vit_in_a_pipeline)
+    """By a plan, with `hsdp` and recompute."""
+    check(vit_by_plan, vit_with_hsdp)
 
 
 @on_ranks(nightly=(4,))
-def case_a_vision_transformer_with_hooks():
-    """And jit."""
-    check(vit_with_hooks)
+def case_more_vision_transformers_equal_one_card():
+    """In a pipeline; with hooks, and jit."""
+    check(vit_in_a_pipeline, vit_with_hooks)
 
 
 def check(*scripts):
@@ -44,7 +44,7 @@ def check(*scripts):
         np.testing.assert_allclose(losses, expected, 1e-5, err_msg=script.__name__)
 
 
-@on_ranks(4)
+@on_ranks(nightly=(4,))
 def case_a_loop_of_ones_own_resumes():
     """As `test_own_loop` on real ranks: its curve is that of the same ranks without an interruption."""
     folder = f"{os.environ['TRUTHS']}/own_loop"

@@ -1,0 +1,49 @@
+"""What a job went through, as events, against the simulator: the ETTR of trials that were really run.
+
+Events are tuples `(seconds, what, step)` by time: "start", the job is launched at first; "step" has ended; "save",
+training goes on after one; "complete", its checkpoint is, of a save beside training; "death", step 0. The last is the
+end of the job. The step after a death may be a lower one.
+"""
+
+from itertools import pairwise
+from statistics import fmean, median
+
+from mindformers_core.analysis.recovery import Job, simulate
+
+
+def measured_ettr(events):
+    """The number of steps, each as long as their median, over the wall time of the job."""
+    return _steps(events) * _job(events).step / (events[-1][0] - events[0][0])
+
+
+def simulated_ettr(events, interval):
+    """That of the simulator, for the job's average times and its deaths, saved every `interval` steps."""
+    return simulate(_job(events), interval, failures_of(events))["ettr"]
+
+
+def failures_of(events):
+    """The failures of `simulate`, and the end of the job as a last one. A death that lost no step is one "memory"."""
+    failures, last = [], events[0][0]
+    for place, (time, what, _) in enumerate(events):
+        if what == "death":
+            before = next((step for _, what, step in reversed(events[:place]) if what == "step"), 0)
+            after = next(step for _, what, step in events[place:] if what == "step")
+            failures.append((time - last, "memory" if after > before else "disk"))
+            last = time
+    return [*failures, (events[-1][0] - last, "memory")]
+
+
+def _steps(events):
+    return max(step for _, what, step in events if what == "step")
+
+
+def _job(events):
+    """The `Job` that these events show; loading is a part of its starts."""
+    ended = {step: time for time, what, step in events if what == "save"}
+    writing = [time - ended[step] for time, what, step in events if what == "complete"]
+    pairs = list(pairwise(event for event in events if event[1] != "complete"))
+    passed = [(now[0] - before[0], before[1], now[1]) for before, now in pairs]
+    step = median(time for time, before, now in passed if now == "step" and before in ("step", "save"))
+    saves = [time for time, _, now in passed if now == "save"]
+    starts = [time - step for time, before, now in passed if now == "step" and before in ("start", "death")]
+    return Job(float("inf"), step, *(fmean(each or [0.0]) for each in (saves, writing, starts)))
