@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 import numpy as np
-from processes import become_subreaper, kill_children
+from processes import become_subreaper, end_with_parent, kill_children
 
 from mindformers_core.recipe.fitting import fitting_ranks
 from mindformers_core.supervised import FOLDER, FOR_OTHERS
@@ -193,7 +193,9 @@ class Supervisor:
 
     def _launch(self, ranks, words, told):
         command = [word.replace("{workers}", str(ranks)) for word in self.launch]
-        self.child = subprocess.Popen([*command, *words], env={**os.environ, **told}, start_new_session=True)
+        self.child = subprocess.Popen(
+            [*command, *words], env={**os.environ, **told}, start_new_session=True, preexec_fn=end_with_parent
+        )
         is_told = leaves = False
         while self.child.poll() is None:
             time.sleep(POLL_SECONDS)
