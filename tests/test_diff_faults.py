@@ -122,7 +122,7 @@ def _wrong_norm(job):
 
 
 def _with_step(run_step):
-    return lambda arrays, scalars, *others: run_step(arrays, (scalars[0] * 1.01, *scalars[1:]), *others)
+    return lambda arrays, scalars, *others: run_step(arrays, tuple(each * 1.01 for each in scalars), *others)
 
 
 def _stale_constant(monkeypatch):

@@ -226,12 +226,18 @@ def test_adapters_in_python(tmp_path):
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("has_base", [True, False])
 def test_what_is_trained_beside_adapters_is_saved(tmp_path, has_base):
-    """A head, with which the adapters' base is that of other weights alone."""
-    base, folders = Own(), [str(tmp_path / name) for name in ("base", "run", "merged")]
+    """A head, and statistics that training changes, with which the adapters' base is that of other weights alone."""
+
+    def made():
+        net = Own()
+        net.norm = nn.BatchNorm1d(8)
+        return net
+
+    base, folders = made(), [str(tmp_path / name) for name in ("base", "run", "merged")]
     Checkpointer(folders[0], base).save(1)
 
     def begun():
-        net = Own()
+        net = made()
         add_adapters(net, 2, ["up"])
         net.act.weight.requires_grad = True
         return net, Checkpointer(folders[1], net)
@@ -239,16 +245,36 @@ def test_what_is_trained_beside_adapters_is_saved(tmp_path, has_base):
     (net, saving), (again, loading) = begun(), begun()
     if has_base:
         assert saving.load(folders[0]) == 0
-    net.act.weight.set_data(net.act.weight + 1)
+    for changed in (net.act.weight, net.norm.moving_mean):
+        changed.set_data(changed + 1)
     saved = saving.save(3)
     assert loading.load() == 3
-    for name in ("act.weight", *(["down.weight"] if has_base else [])):
+    for name in ("act.weight", "norm.moving_mean", *(["down.weight"] if has_base else [])):
         own, other = (dict(each.parameters_and_names())[name].asnumpy() for each in (net, again))
         np.testing.assert_array_equal(own, other, err_msg=name)
     if has_base:
         assert main(["convert", saved, folders[2]]) == 0
         merged = load_file(f"{folders[2]}/model-00001-of-00001.safetensors")
         np.testing.assert_array_equal(merged["act.weight"], net.act.weight.asnumpy())
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_recipe_trains_more_than_adapters(tmp_path):
+    """Norms, by a group that isn't frozen; the moving average of these and of adapters is loaded as weights."""
+    given = *mesh(), "optimizer.groups=[{parameters: '*norm*', frozen: false}]", "training.average_decay=0.5"
+    job = Trainer(recipe_of(tmp_path, *given), mesh=recipe_mesh(recipe_of(tmp_path, *given)))
+    for _ in range(2):
+        job.train_step()
+    job.save()
+    names = [parameter.name for parameter in job.optimizer.parameters]
+    assert sum("norm" in name for name in names) == 5 and all("norm" in name or "lora" in name for name in names)
+    loaded = recipe_of(tmp_path / "new", *given, f"checkpoint.load_path={tmp_path}", "checkpoint.load_average=true")
+    again = Trainer(loaded, mesh=job.mesh)
+    for own, average, other in zip(
+        job.optimizer.parameters, job.optimizer.average.averages, again.optimizer.parameters, strict=True
+    ):
+        np.testing.assert_array_equal(average.asnumpy(), other.asnumpy(), err_msg=own.name)
+        assert (own.asnumpy() != other.asnumpy()).any(), own.name
 
 
 def test_adapters_are_cut_as_their_weights():

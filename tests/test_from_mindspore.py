@@ -63,9 +63,10 @@ INTERFACES = {
     """,
     "the RFC": """
         shard(self, config), layout("cp_dp", "tp"), manual, dtensor, shard, model_split_manual, build_layer,
-        get_fp8_context, build_module, heterogeneous_block_specs, vp_stage, PipelineScheduleBase, run_microbatches, run,
-        MetaStep, MetaStepType, construct_exec_order, GPipe, 1F1B, VPP, ZBV, hsdp, shard_size, threshold,
-        optimizer_level, accumulate_grad_step, recompute, swap, dynamic shapes, control flow
+        get_transformer_layer_offset, get_fp8_context, build_module, heterogeneous_block_specs, vp_stage,
+        PipelineScheduleBase, run_microbatches, run, MetaStep, MetaStepType, construct_exec_order, GPipe, 1F1B, VPP,
+        ZBV, hsdp, shard_size, threshold, optimizer_level, accumulate_grad_step, recompute, swap, dynamic shapes,
+        control flow
     """,
     "paddle.distributed.split": """
         "embedding", "linear", case 1, case 2, case 3, axis, num_partitions, gather_out, weight_attr, bias_attr, name

@@ -27,6 +27,11 @@ def adapter_tensor(path, file_name):
     return f"{_START}{file_name(f'{layer}.weight').removesuffix('.weight')}.{end}.weight"
 
 
+def parameter_name(group, name):
+    """The name of the parameter of a tensor in files, as the optimizer's states are called; `group`: see `GROUPS`."""
+    return name.removeprefix(_START).removesuffix(".weight") if group == "adapter" else name
+
+
 def adapter_config(tensors, rank, alpha, dropout, base):
     """The contents of `adapter_config.json`, for the names of the tensors; `base` is the folder of the weights beneath,
     or None."""

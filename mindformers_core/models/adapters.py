@@ -74,7 +74,8 @@ def add_adapters(net, rank, patterns, alpha=None, dropout=0.0):
     """Give linear layers adapters, in place, and freeze all other Parameters: the paths of the layers, a list.
 
     Call it before `shard()`. A layer gets the Parameters `lora_A` (rank, in), which is drawn, uniform within
-    `1 / sqrt(in)`, and `lora_B` (out, rank), zeros, of its weight's dtype.
+    `1 / sqrt(in)`, and `lora_B` (out, rank), zeros, of its weight's dtype. Checkpoints leave out what this function has
+    frozen; Parameters that weren't trained before, as a norm's statistics, are saved, unless none was.
 
     Args:
         net: the model.
@@ -92,8 +93,9 @@ def add_adapters(net, rank, patterns, alpha=None, dropout=0.0):
     for path, layer in layers.items():
         if isinstance(layer, _Adapted) or hasattr(layer.weight, "layout"):
             raise ValueError(f"'{path}' is sharded, or has an adapter: call add_adapters() once, before shard()")
-    for parameter in net.get_parameters():
-        parameter.requires_grad, parameter.is_base = False, True  # checkpoints leave out what stays frozen
+    is_frozen = not net.trainable_params()
+    for parameter in net.get_parameters():  # checkpoints leave out what is frozen here: statistics were before
+        parameter.requires_grad, parameter.is_base = False, is_frozen or parameter.requires_grad
     for path, layer in layers.items():
         (rows, columns), dtype = layer.weight.shape, layer.weight.dtype
         layer.__class__ = _adapted_class(type(layer))

@@ -16,7 +16,7 @@ class ParameterGroup:
     parameters: tuple[str, ...]  # patterns of names, as '*.embed_tokens.*'
     learning_rate_factor: float | None = bounded(None, 0.0, 1e6)  # of the learning rate of every step; else 1
     weight_decay: float | None = bounded(None, 0.0, 100)  # whatever weight_decay_exclude and _vectors say
-    frozen: bool | None = None  # true: not trained
+    frozen: bool | None = None  # true: not trained; false: trained, also beneath adapters
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Placed:
 
     rate: float = 1.0
     decay: float = 0.0
-    frozen: bool = False
+    frozen: bool | None = None  # None: as the model says
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class OptimizerSettings:
     def placed(self, name, dims):
         """The `Placed` of a parameter, by its name and the number of dims of the whole."""
         decay = getattr(self, "weight_decay", 0.0) if self._decays(name, dims) else 0.0
-        rate, frozen = 1.0, False
+        rate, frozen = 1.0, None
         for group in self.groups:
             if any(fnmatchcase(name, pattern) for pattern in group.parameters):
                 rate = rate if group.learning_rate_factor is None else group.learning_rate_factor
@@ -141,7 +141,9 @@ def placed_lines(placed, settings):
         settings: the `OptimizerSettings`.
     """
     decays = {Placed(decay=getattr(settings, "weight_decay", 0.0)): [], Placed(): []}
-    decays |= grouped((Placed(frozen=True) if each.frozen else each, name) for name, each in placed.items())
+    decays |= grouped(
+        (Placed(frozen=True) if each.frozen else Placed(each.rate, each.decay), name) for name, each in placed.items()
+    )
     lines = []
     for each, names in decays.items():
         head = "frozen" if each.frozen else f"decay {each.decay:g}" if each.decay else "no decay"

@@ -37,8 +37,6 @@ class StepGradients:
         self.parameters = tuple(p for p in computing_parameters(cell) if p.requires_grad)
         self._weights = ParameterTuple(self.parameters)
         self._deferred, self._has_warned, self._has_opened = None, False, False
-        self._kept = {}  # micro-batch -> (Parameters, their gradients, result of `DeferredGradients.take`)
-        self.of_run = None
         self.forget()
 
     def split(self, is_split):
@@ -80,7 +78,7 @@ class StepGradients:
         if training and (self._is_reduced or self._is_lost):  # more runs than `accumulate_grad_step`
             self.reduced()
         self.split(is_split)
-        self._kept, self.of_run = {}, self._storage.gradient_sums()
+        self.of_run = self._storage.gradient_sums()
         self._left, self._waits = micro_batch_num if training else None, waits
         self._has_opened = self._has_opened or not self._storage.is_open
         self._storage.open(training)
@@ -149,7 +147,7 @@ class StepGradients:
         elif self._adds_to_runs:
             self._is_lost = self._waiting is not self.of_run  # else there were none before
             self._waiting, self._is_reduced = None, False
-        self.of_run = self._left = None
+        self._drop_run()
         if not is_complete or self._waiting is None:
             self.close()
 
@@ -183,10 +181,15 @@ class StepGradients:
                 self.close()
         return self._reduced
 
+    def _drop_run(self):
+        self.of_run = self._adding = self._left = None
+        self._kept = {}  # micro-batch -> (Parameters, their gradients, result of `DeferredGradients.take`)
+
     def forget(self):
         """Drop all sums."""
+        self._drop_run()
         # sums over runs, and the reduced sums of earlier ones, with their factor
-        self._waiting = self._reduced = self._scale = self._scale_before = self.labels = self._left = None
+        self._waiting = self._reduced = self._scale = self._scale_before = self.labels = None
         self._is_reduced = self._is_lost = self._waits = False
         self.runs = 0
         self.close()

@@ -313,11 +313,13 @@ def _merged(returned, dim, stage):
     merged = []
     for place, tensors in enumerate(zip(*returned)):
         shape = tuple(tensors[0].shape)
-        if not shape:
+        if len(tensors) == 1:
+            merged.append(tensors[0])
+        elif not shape:
             total = sum(tensors[1:], tensors[0])
             merged.append(total if stage.has_count and place < 2 else total / len(tensors))
         elif not -len(shape) <= dim < len(shape):
             raise ValueError(f"output {place} of {label} has the shape {shape}: no dim {dim} to join it along")
         else:
-            merged.append(tensors[0] if len(tensors) == 1 else ops.concat(tensors, dim))
+            merged.append(ops.concat(tensors, dim))
     return tuple(merged)

@@ -169,7 +169,7 @@ class ChosenActivations(ActivationPolicy):
             return
         self._check_compilable()
         known = [summary for summary in summaries if summary is not None]
-        if all(summary["compiled"] for summary in known):
+        if self.is_part and all(summary["compiled"] for summary in known):  # a whole model says so by itself
             check_compiled_stages(self.settings, known)
 
     def keeps_weights(self, unit):

@@ -41,7 +41,7 @@ class ParameterStorage:
         return nullcontext()
 
     def backward_scope(self):
-        """A context manager around a forward or backward pass whose gradients reach `summed` or `value_and_grad`."""
+        """A context manager around a forward or backward pass whose gradients reach `gradient_sums`."""
         return nullcontext()
 
     def call_cell(self, path, call, args, kwargs):

@@ -31,8 +31,9 @@ def build_cells(recipe, mesh, rank):
     for stage, part in layers.items():
         net = build_model(recipe, part).set_train()
         for path, parameter in net.parameters_and_names():
-            if recipe.optimizer.placed(path, len(parameter.shape)).frozen:
-                parameter.requires_grad = False  # before shard() and hsdp(), which ask for it
+            frozen = recipe.optimizer.placed(path, len(parameter.shape)).frozen
+            if frozen or frozen is False and getattr(parameter, "is_base", False):
+                parameter.requires_grad = not frozen  # before shard() and hsdp(), which ask for it
         shard(net, mesh, recipe.parallelism, inputs=_arriving(recipe, net, stage), **shard_settings(recipe))
         cells[stage] = swap(recompute(net, recipe.recompute, is_part=is_part), recipe.swap, is_part=is_part)
     for net in cells.values():

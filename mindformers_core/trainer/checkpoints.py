@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import mindspore as ms
 
-from mindformers_core.checkpoint.adapters import merge
+from mindformers_core.checkpoint.adapters import merge, parameter_name
 from mindformers_core.checkpoint.checkpointer import Checkpointer
 from mindformers_core.checkpoint.folders import find_checkpoint, newest_checkpoint, step_folder
 from mindformers_core.checkpoint.hugging_face import check_config, config_document, ignored_tensors, tensor_name
@@ -50,16 +50,16 @@ def open_source(recipe):
 
 def _with_average(checkpoint):
     """A `Checkpoint` with the moving averages of weights in the place of these, and no state."""
-    averages = {name: ("optimizer", PREFIX + name) for _, name in checkpoint.tensors}
-    found = {name: key for name, key in averages.items() if key in checkpoint.tensors}
+    averages = {key: ("optimizer", PREFIX + parameter_name(*key)) for key in checkpoint.tensors}
+    found = {key: average for key, average in averages.items() if average in checkpoint.tensors}
     if not found:
         raise ValueError(
             f"checkpoint.load_average: {checkpoint.folder} has no moving average of weights: it is saved where "
             "training.average_decay is given"
         )
     tensors, pieces = (
-        {key: of_key for key, of_key in each.items() if key[0] == "model"}
-        | {("model", name): each[key] for name, key in found.items()}
+        {key: of_key for key, of_key in each.items() if key[0] != "optimizer"}
+        | {key: each[average] for key, average in found.items()}
         for each in (checkpoint.tensors, checkpoint.pieces)
     )
     return replace(checkpoint, tensors=tensors, pieces=pieces, state=None)

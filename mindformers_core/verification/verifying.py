@@ -213,8 +213,8 @@ class _InitialValues(Instrumentation):
             part = parameters[id(before)]
             whole = self.found.setdefault(path, np.empty(part.global_shape, part.asnumpy().dtype))
             slices = part.layout.local_slices(stored_shape(part), self.rank)
-            own = whole[own_slices(slices, getattr(part, "part_sizes", ()))]
-            own[...] = part.asnumpy()[tuple(map(slice, own.shape))]
+            own = own_slices(slices, getattr(part, "part_sizes", ()))
+            whole[own] = part.asnumpy()[tuple(map(slice, whole[own].shape))]
         return parameters
 
 
