@@ -58,6 +58,7 @@ command=("${COMMAND_WORDS[@]}")
 if [ "${RESTARTS:-0}" != 0 ]; then
     supervisor=("$python" "$ROOT/scripts/supervisor.py" --workers "$worker_num" --log_dir "${7:-output/msrun_log}" --launch)
     command=(--command "${COMMAND_WORDS[@]}")
+    [ "${8:-True}" = True ] || fail "RESTARTS needs JOIN True: with False nobody notices a failure"
     workers="{workers}"
     if [ "$local_workers" = "$worker_num" ]; then
         local_workers="{workers}"

@@ -1,6 +1,7 @@
 """The processes of a launch: whose child is which, which of them have ended, and how; the end of all."""
 
 import ctypes
+import signal
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -8,12 +9,17 @@ from pathlib import Path
 import psutil
 
 SCHEDULER = "scheduler"
-_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of <linux/prctl.h>
+_PARENT_DEATH_SIGNAL, _SUBREAPER = 1, 36  # PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER of <linux/prctl.h>
 
 
 def become_subreaper():
     """What a child of this process has started becomes a child of this process when that one ends."""
     ctypes.CDLL(None).prctl(_SUBREAPER, 1)
+
+
+def end_with_parent():
+    """This process gets SIGTERM when its parent ends, whatever ends that."""
+    ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGTERM)
 
 
 def is_gone(pid):

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 import numpy as np
-from processes import become_subreaper, kill_children
+from processes import become_subreaper, end_with_parent, kill_children
 
 from mindformers_core.recipe.fitting import fitting_ranks
 from mindformers_core.supervised import FOLDER, FOR_OTHERS
@@ -71,12 +71,14 @@ def read_settings(environ, workers):
     return found
 
 
-def excluded(environ, workers):
-    """The slots, numbers from 0, that `EXCLUDE` says not to use: it names a file with them, or has them itself."""
+def slots(environ, workers):
+    """The processes, numbers from 0, that `EXCLUDE` doesn't say not to use: it names a file with them, or has them."""
     text = environ.get("EXCLUDE", "")
     if os.path.isfile(text):
         text = Path(text).read_text()
-    return {int(word) for word in text.replace(",", " ").split() if word.isdecimal() and int(word) < workers}
+    return sorted(
+        {*range(workers)}.difference(int(word) for word in text.replace(",", " ").split() if word.isdecimal())
+    )
 
 
 class Supervisor:
@@ -95,12 +97,13 @@ class Supervisor:
         self.command, self.settings = command, settings
         self.child, self.signal = None, None  # the launch that runs; the signal that ends this process
         self.seen, self.goes_on = set(), False  # errors of starts before; whether the job has its run folder
+        self.looked, self.fits = None, {}  # slots that were there last; their number -> what `_sizes` returns
 
     def hear(self, number, frame):
-        """Pass a signal that ends this process on to the launch."""
+        """A signal that ends this process: the launch gets it; the second one, as Ctrl-C, ends the launch at once."""
+        if self.signal and self.child:
+            self.child.send_signal(signal.SIGINT)
         self.signal = self.signal or number
-        if self.child is not None:
-            self.child.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
 
     def run(self):
         """Start the job until it is done, or can't go on. Returns the exit code for the shell."""
@@ -120,7 +123,7 @@ class Supervisor:
                 say("goes on with other workers")
                 continue
             if end is None and restarts == settings["restarts"]:
-                end = f"the {restarts} restarts of RESTARTS are used up" if restarts else ""
+                end = f"the {restarts} restarts of RESTARTS are used up"
             if end is None and settings["time_limit"] and time.monotonic() - begun > settings["time_limit"]:
                 end = f"the {settings['time_limit']} s of TIME_LIMIT are over"
             if end is not None:
@@ -130,6 +133,8 @@ class Supervisor:
             pause = settings["backoff"] if told.done else min(2 * pause, LONGEST_PAUSE)
             say(f"exit code {code}: restart {restarts} of {settings['restarts']} in {pause} s")
             self._wait(pause)
+            if self.signal:
+                return code
 
     def _reason_to_end(self, code, told, is_first):
         """Why another start would end alike, a text; None: it may not."""
@@ -151,28 +156,27 @@ class Supervisor:
     def _fitting(self):
         """`(ranks, overrides)` of the next start, waiting for workers; `(None, None)` where none can be."""
         least, end = self.settings["min_workers"], time.monotonic() + self.settings["rejoin_timeout"]
-        while (available := self._available()) < least:
+        while len(there := slots(os.environ, self.workers)) < least:
             if self.signal or time.monotonic() > end:
-                say(f"{available} of {self.workers} workers are there, fewer than MIN_WORKERS={least}")
+                say(f"{len(there)} of {self.workers} workers are there, fewer than MIN_WORKERS={least}")
                 return None, None
             self._wait(POLL_SECONDS)
-        try:
-            return self._sizes(available)
-        except (ValueError, OSError) as error:
-            say(str(error))
-            return None, None
+        return self._sizes(len(there))
 
     def _sizes(self, available):
         if self.command[:3] != TRAIN or available == self.workers:
             return available, []
-        parser = argparse.ArgumentParser()
-        parser.add_argument("--config")
-        known, rest = parser.parse_known_args(self.command[3:])
-        given = [text for text in rest if not text.startswith("-")]
-        return fitting_ranks(known.config, given, self.workers, available, self.settings["min_workers"])
-
-    def _available(self):
-        return self.workers - len(excluded(os.environ, self.workers))
+        if available not in self.fits:
+            parser = argparse.ArgumentParser()
+            parser.add_argument("--config")
+            known, rest = parser.parse_known_args(self.command[3:])
+            given = known.config, [text for text in rest if not text.startswith("-")], self.workers
+            try:
+                self.fits[available] = fitting_ranks(*given, available, self.settings["min_workers"])
+            except (ValueError, OSError) as error:
+                say(str(error))
+                self.fits[available] = None, None
+        return self.fits[available]
 
     def _start(self, ranks, overrides, restarts):
         """Run a launch to its end: its exit code, and whether it was asked to leave, since other workers are there."""
@@ -181,33 +185,36 @@ class Supervisor:
         words = [*self.command, *overrides]
         if self.goes_on and self.command[:3] == TRAIN:
             words.append("training.resume=auto")
-        told = {
-            FOLDER: str(self.folder),
-            "MINDFORMERS_RESTART": str(restarts),
-            "MINDFORMERS_WORKERS": str(self.workers),
-        }
-        return self._launch(ranks, words, told)
+        told = {FOLDER: self.folder, "MINDFORMERS_RESTART": restarts, "MINDFORMERS_WORKERS": self.workers}
+        if ranks < self.workers:
+            devices = ",".join(map(str, slots(os.environ, self.workers)[:ranks]))
+            told |= {"ASCEND_RT_VISIBLE_DEVICES": devices, "CUDA_VISIBLE_DEVICES": devices}
+        return self._launch(ranks, words, {name: str(value) for name, value in told.items()})
 
     def _launch(self, ranks, words, told):
         command = [word.replace("{workers}", str(ranks)) for word in self.launch]
-        self.child = subprocess.Popen([*command, *words], env={**os.environ, **told}, start_new_session=True)
-        leaves = False
+        self.child = subprocess.Popen(
+            [*command, *words], env={**os.environ, **told}, start_new_session=True, preexec_fn=end_with_parent
+        )
+        is_told = leaves = False
         while self.child.poll() is None:
             time.sleep(POLL_SECONDS)
-            if not leaves and not self.signal and self._prefers_others(ranks):
-                leaves = True
-                self.child.send_signal(signal.SIGTERM)
+            leaves = leaves or self._prefers_others(ranks)
+            if not is_told and (self.signal or leaves):
+                is_told = True
+                self.child.send_signal(signal.SIGINT if self.signal == signal.SIGINT else signal.SIGTERM)
         kill_children(os.getpid())
         code, self.child = self.child.returncode, None
         return 128 - code if code < 0 else code, leaves
 
     def _prefers_others(self, ranks):
         """Whether the job, which saves when it is asked to leave, can go on with another number of ranks."""
-        available = self._available()
-        if available == ranks or available < self.settings["min_workers"]:
+        before, self.looked = self.looked, slots(os.environ, self.workers)
+        available = len(self.looked)
+        if self.looked != before or available == ranks or available < self.settings["min_workers"]:
             return False
         told = Told(self.folder)
-        return bool(told.run and told.run["saves"] and told.done) and self._sizes(available)[0] != ranks
+        return bool(told.run and told.run["saves"] and told.done) and self._sizes(available)[0] not in (None, ranks)
 
     def _wait(self, seconds):
         end = time.monotonic() + seconds
@@ -243,8 +250,7 @@ def read_steps(path):
 
 def say(text):
     """A line about the supervision."""
-    if text:
-        print(f"supervisor: {text}", file=sys.stderr, flush=True)
+    print(f"supervisor: {text}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """What `msrun_launch.sh` finds out about its workers: which one began the end, what it shows, which logs it removes."""
 
 import runpy
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +35,24 @@ def test_the_worker_that_began_the_end_is_named(tmp_path):
         follower, ending = SimpleNamespace(show=lambda last=False: None), SimpleNamespace(pass_on=lambda pids: False)
         assert watch(msrun, log, follower, ending) == (3, 2)
     assert [worker.wait() for worker in workers] == [75, 0, -9, 2]
+
+
+@pytest.mark.parametrize(("number", "supervised"), [("SIGKILL", True), ("SIGSTOP", True), ("SIGKILL", False)])
+def test_workers_leave_where_the_scheduler_is_gone(tmp_path, monkeypatch, number, supervised):
+    """Under a supervisor, which starts them again."""
+    names, scheduler, worker = runpy.run_path(SCRIPT), *(subprocess.Popen(["sleep", "60"]) for _ in range(2))
+    monkeypatch.setitem(names["os"].environ, "MINDFORMERS_SUPERVISOR", "folder")
+    if not supervised:
+        monkeypatch.delenv("MINDFORMERS_SUPERVISOR")
+    watch, polls = names["watch"], iter([None] * 3 + [1])
+    watch.__globals__["process_ranks"] = lambda pid: {"scheduler": scheduler.pid, worker.pid: 0}
+    msrun, follower = SimpleNamespace(pid=None, poll=lambda: next(polls)), SimpleNamespace(show=lambda last=False: None)
+    scheduler.send_signal(getattr(signal, number))
+    with (tmp_path / "msrun.log").open("w+") as log:
+        found = watch(msrun, log, follower, names["Ending"](60))
+    for process in (scheduler, worker):
+        process.kill()
+    assert (found, worker.wait()) == ((("scheduler", -9), -15) if supervised else (None, -9))
 
 
 REPORT = """rank 1 waits in all_reduce; rank 0 was killed by SIGKILL

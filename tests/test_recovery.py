@@ -59,6 +59,7 @@ def test_fewer_ranks_and_all_again(start, tmp_path, cut, excluded, ranks):
     for after, text in ((3, excluded), (8, "")):
         assert job.wait(240, lambda after=after: len(job.rows()) >= after), job.output.read_text()
         file.write_text(text)
+    assert job.wait(240), job.output.read_text()
     check(job, job.rows())
     said = job.output.read_text()
     assert said.count("goes on with other workers") == 2 and f"{ranks} of {ranks} workers start here" in said

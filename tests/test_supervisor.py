@@ -1,7 +1,10 @@
 """The supervisor of the launch scripts, with launches that only tell how they end; the ranks that a recipe can use."""
 
 import json
+import os
 import random
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -100,6 +103,26 @@ def test_a_job_goes_on_with_the_workers_that_there_are(tmp_path, monkeypatch, ca
     monkeypatch.setenv("EXCLUDE", "0, 2,3")
     assert Starts(tmp_path, [], [*TRAIN, "parallelism.tensor_parallel=2"], MIN_WORKERS="1").run() == 1
     assert "no number of ranks from 1 to 1 fits: a copy of the model has 2" in capsys.readouterr().err
+
+
+LAUNCH = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: (open(sys.argv[1], "w").close(), sys.exit(75)))
+print("runs", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGKILL, -9)])
+def test_a_launch_hears_of_the_end_of_its_supervisor(tmp_path, number, code):
+    words = [sys.executable, "-c", LAUNCH, "--command", tmp_path / "heard"]
+    words = [sys.executable, supervisor.__file__, "--workers", "2", "--log_dir", tmp_path, "--launch", *words]
+    with subprocess.Popen([*map(str, words)], stdout=subprocess.PIPE, env={**os.environ, "RESTARTS": "3"}) as process:
+        assert process.stdout.readline() == b"runs\n"
+        process.send_signal(number)
+        assert process.wait(20) == code
+        assert process.stdout.read() == b""  # the launch has ended, and there is no other one
+    assert (tmp_path / "heard").exists()
 
 
 class Samples:

@@ -32,12 +32,12 @@ class Leaving:
         self._board = watch and watch.board
 
     def __enter__(self):
-        if threading.current_thread() is threading.main_thread():
+        if _is_main_thread():
             self._before = signal.signal(signal.SIGTERM, self._hear)
         return self
 
     def __exit__(self, *_):
-        if self._before is not None:
+        if self._before is not None and _is_main_thread():
             signal.signal(signal.SIGTERM, self._before)
         if self._board is not None:
             self._board.forget_steps(self._ranks.rank)
@@ -72,3 +72,8 @@ class Leaving:
         if self._ranks.rank == 0:
             print(f"SIGTERM: the job leaves after step {step}; its newest checkpoint is {newest}", flush=True)
         sys.exit(FOR_OTHERS)
+
+
+def _is_main_thread():
+    """Whether handlers of signals can be set here."""
+    return threading.current_thread() is threading.main_thread()
