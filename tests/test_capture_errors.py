@@ -75,6 +75,7 @@ def stray(x):
     return x * STRAY
 
 
+ON_THE_HOST = ops.MatMul().add_prim_attr("primitive_target", "CPU")
 STRAY = Parameter(Tensor(np.ones(4, np.float32)), name="stray")
 WRONG = {
     "in place": (
@@ -84,6 +85,7 @@ WRONG = {
     "by index": (assign, "an argument of the root Cell, .* change a copy"),
     "stray": (stray, r"parameter 'stray' of shape \(4,\) belongs to no Cell of the tree"),
     "shape": (lambda x: ops.matmul(x, x), r"MatMulExt\(float32\[2, 4\], .*\) can't be run on shapes alone: .* 4 and 2"),
+    "target": (lambda x: ON_THE_HOST(x, x), "'MatMul' has primitive_target='CPU': .* leave the attribute out"),
     "by hand": (lambda x: x.redistribute(layout("tp")), r"redistribute\(\) is parallel code .* cell.eager\(\)"),
     "locally": (
         lambda x: local_map(ops.abs, layout("tp"), layout("tp"))(x),

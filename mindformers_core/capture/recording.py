@@ -285,6 +285,12 @@ class Recorder:
             with DeviceCtx("meta"):
                 result = self._unrecorded(func, primitive, args, kwargs, _meta_leaf)
         except Exception as error:
+            target = getattr(call_site()[1], "attrs", {}).get("primitive_target")
+            if target is not None:
+                raise self.error(
+                    f"operator '{func.name}' has primitive_target={target!r}: here an operator computes where the mesh "
+                    "does (docs/from_mindspore.md), so leave the attribute out"
+                ) from error
             if "Not implement" not in str(error) or behind is None:
                 why, shown = refused or error, ", ".join(map(repr, args))
                 raise self.error(
