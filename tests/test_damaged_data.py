@@ -306,6 +306,6 @@ def test_a_reader_that_dies_on_one_rank_ends_all(launches):
     assert launched.exit_code in (2, 75), launched.tail(1)
     said = r"tokens.npy: token 999 at place \d+ is not below model.vocab_size 256"
     for rank in range(2):
-        assert "step 1/120" in launched.logs[0] and "Traceback" not in launched.logs[rank], launched.tail(rank)
+        assert "Traceback" not in launched.logs[rank], launched.tail(rank)
     assert re.search(f"^error: {said}$", launched.logs[1], re.MULTILINE), launched.tail(1)
     assert re.search(f"rank 1 has failed with ValueError: {said}", launched.logs[0]), launched.tail(0)

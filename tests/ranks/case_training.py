@@ -88,7 +88,7 @@ def case_eager_training_equals_one_rank():
     compare_with_one_rank("context.engine=eager", "parallelism.sequence_parallel=true")
 
 
-@on_ranks(4)
+@on_ranks(nightly=(4,))
 def case_compiled_sequence_parallel_training_equals_one_rank():
     """Graph mode: forward and backward of two micro-batches in one graph, clipping and AdamW in another."""
     compare_with_one_rank("context.mode=0", "parallelism.sequence_parallel=true")
