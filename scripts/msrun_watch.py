@@ -23,7 +23,7 @@ POLL_SECONDS = 0.2
 SCHEDULER_GRACE_SECONDS = 3
 GRACE_SECONDS = 40  # after SIGTERM, more than checkpoint.grace; the variable GRACE has another number
 LAST_LINES = 30
-FOR_OTHERS = 75  # exit code of a worker that ends since others failed, or wait (mindformers_core.hangs.watcher)
+FOR_OTHERS = 75  # exit code of a worker that ends for others, or as a signal asks: mindformers_core.supervised
 WORKER_FAILED = re.compile(r"Worker process (\d+) exit with exception\. Error code: (-?\d+)")
 # The report of a hang (mindformers_core.hangs.report), and the lines that tell why a worker failed by itself
 REPORT = re.compile(r"^.*\nWhere the ranks are:\n(?:(?:- |Python stack |    |\d+ more |Where ).*\n?)+", re.MULTILINE)

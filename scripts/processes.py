@@ -24,10 +24,16 @@ def end_with_parent():
 
 def is_gone(pid):
     """Whether a process has ended by a signal, or is stopped by one."""
-    with suppress(OSError, TypeError):
-        state, *_, status = Path(f"/proc/{pid:d}/stat").read_text().rpartition(")")[2].split()
-        return state == "T" or state == "Z" and bool(int(status) & 127)
-    return False
+    state, status = _state(pid)
+    return state == "T" or state == "Z" and bool(status & 127)
+
+
+def _state(pid):
+    """The kernel's letter for a process's state, and its status as of waitpid(2); `("", 0)` where there is none."""
+    with suppress(OSError):
+        state, *_, status = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return state, int(status)
+    return "", 0
 
 
 def process_ranks(msrun_pid):
@@ -45,12 +51,8 @@ def process_ranks(msrun_pid):
 
 def failed_workers(ranks):
     """`(rank, exit code)` of workers that have failed, and that msrun hasn't noticed yet; first those of a signal."""
-    found = []
-    for pid, rank in ranks.items():
-        with suppress(OSError):
-            state, *_, status = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            if state == "Z" and int(status):  # as of waitpid(2)
-                found.append((rank, -(int(status) & 127) or int(status) >> 8))
+    states = [(rank, *_state(pid)) for pid, rank in ranks.items()]
+    found = [(rank, -(status & 127) or status >> 8) for rank, state, status in states if state == "Z" and status]
     return sorted(found, key=lambda failure: failure[1] > 0)
 
 

@@ -62,16 +62,16 @@ class PipelineCell:
         shard(network, inner, **settings)
         self.stage = PipelineStage(network, index, stage_num, mesh, axis, compiled=compiled)
         self.schedule = schedule(self.stage, micro_size, share_outputs=True)
-        self._arguments, self._checked = list(call_signature(own_class(network).construct).parameters)[1:], 0
+        self._arguments, self._checked = list(call_signature(own_class(network).construct).parameters)[1:], None
 
     def __call__(self, *args, **kwargs):
         """A training pass over a batch; returns the loss, on all ranks. The gradients are those of this pass."""
         self.stage.zero_gradients()
         loss = self.schedule.run(*args[:1], **dict(zip(self._arguments[1:], args[1:])), **kwargs)
-        made = programs(self.stage.cell)
-        for program in made if len(made) != self._checked else ():
-            check_chain(program.graph, self._marked)
-        self._checked = len(made)
+        ran = programs(self.stage.cell)[-1]
+        if ran is not self._checked:
+            check_chain(ran.graph, self._marked)
+            self._checked = ran
         return loss
 
     @property
@@ -100,8 +100,8 @@ def check_chain(graph, marked):
                 f"{where}operator '{node.operator}' is in no Cell with a pipeline_stage, and every stage would compute "
                 "it: put it into a Cell with one"
             )
-        head, *rest = (value.id for value in node.taken if not value.constant)
-        if head != last.id or not given.issuperset(rest):
+        taken = [value.id for value in node.taken if not value.constant]
+        if taken[:1] != [last.id] or not given.issuperset(taken[1:]):
             raise ValueError(
                 f"{where}Cell '{path}' should take the result of the Cell before first, and arguments of the model "
                 "other than the first one: build the stages yourself, PipelineStage(…)"
@@ -145,11 +145,10 @@ def marked_cells(network, stage_config):
 
 def keep_stage(network, marked, stage):
     """Replace, in place, the Cells of other stages; `marked`: as `marked_cells` returns them."""
+    cells = dict(network.cells_and_names())
     for path in [path for path, at in marked.items() if at != stage]:
         above, _, name = path.rpartition(".")
-        owner = network
-        for part in above.split(".") if above else ():
-            owner = owner[int(part)] if isinstance(owner, nn.CellList) else getattr(owner, part)
+        owner = cells[above]
         if isinstance(owner, (nn.CellList, nn.SequentialCell)):
             owner[int(name)] = _Passed()
         else:
