@@ -147,12 +147,13 @@ class Stream:
 
     def begun(self, first, end):
         """A clause about the epochs after their first one that sources begin in samples `first` … `end - 1`; or ""."""
-        said, places = [], np.transpose(self.mixture.places(first, end - first))
+        said = []
         counts = zip(self.sources, self.mixture.counts(first), self.mixture.counts(end), strict=True)
         for number, (source, before, after) in enumerate(counts):
             epoch, last = max(1, -(-before // len(source))), (after - 1) // len(source)  # counted from 0
             if epoch <= last:
-                place = first + np.flatnonzero((places == (number, epoch * len(source))).all(1))[0]
+                sources, numbers = self.mixture.places(first, end - first)
+                place = first + np.flatnonzero((sources == number) & (numbers == epoch * len(source)))[0]
                 more = f", and epochs up to {last + 1} after it" if last > epoch else ""
                 said.append(f"source {number} begins epoch {epoch + 1} with sample {place}{more}")
         return ", ".join(said)
