@@ -15,6 +15,7 @@ from mindformers_core.algorithms.dropout import WITHOUT_SEEDS
 from mindformers_core.algorithms.redistribute import model_of_device, redistribute_local
 from mindformers_core.algorithms.shard_context import shard_context
 from mindformers_core.communication.world import process_state
+from mindformers_core.dtensor.algorithm_price import Shaped, algorithm_price
 from mindformers_core.dtensor.dtensor import DTensor, adopted, parameter_view, wrap
 from mindformers_core.dtypes import dtype_name
 from mindformers_core.layout import Layout
@@ -87,6 +88,8 @@ def _described(name, primitive, args, kwargs):
 def _run_unknown(func, primitive, args, kwargs):
     """Run an operator of which no such call is known: by others, or by a new `_Program`."""
     name, state = func.name, process_state()
+    for shaped in tree_leaves((args, kwargs), Shaped):
+        return shaped.__fallback__(func, args if primitive is None else (primitive, name, args), kwargs)
     args = read_numbers(name, args, lambda leaf: leaf if type(leaf) is Tensor else None)
     if name == "typeof":  # of a tensor's type; it computes nothing
         return func(*tree_map(_local, (primitive, name, args) if primitive else args))
@@ -203,7 +206,8 @@ class _Program:
         node = OperatorNode(name, "function", args, kwargs, outputs, None, None, None)
         kept = tuple(meta.layout.cut_axes & process_state().batch_axes for meta in metas)
         model = model_of_device(mesh)
-        call = OperatorCall(name, signature, tuple(metas), mesh, model, kept=kept)
+        price = partial(algorithm_price, node, attributes)
+        call = OperatorCall(name, signature, tuple(metas), mesh, model, kept=kept, algorithm_price=price)
         self.plan = plan = operator_plan(node, call, resolve(call))
         self.context = plan.algorithm and shard_context(plan)
         self.targets = tuple(map(_target, metas, plan.inputs))
