@@ -15,28 +15,20 @@ from mindformers_core.algorithms.redistribute import meta_of
 from mindformers_core.algorithms.shard_context import shard_context
 from mindformers_core.dtypes import dtype_name
 from mindformers_core.lowering.indexing import IndexedTensor
-from mindformers_core.lowering.operator_source import attributes_of
 from mindformers_core.mindspore_private import make_subclass
 from mindformers_core.operators import is_float, signature_of
-from mindformers_core.operators.registry import algorithm_named, rule_attributes
+from mindformers_core.operators.registry import algorithm_named
 from mindformers_core.program.structure import tree_leaves, tree_map
 from mindformers_core.propagation.operators import operator_plan, passes_gradient
 from mindformers_core.redistribution import FREE, plan_redistribution, steps_price
 
 _TRUTHS = re.compile("Logical|Is|Less|Greater|(Not)?Equal|Reduce(All|Any)")  # operators whose results are bools
-_OF_INTEGERS = {"SumExt": mstype.int64, "ProdExt": mstype.int64, "Exp": mstype.float32}  # dtypes of their results
 _PLACES = re.compile(".*Arg(max|min|Max|Min)|(Top[Kk]|Cumm|M(ax|in)Dim)")  # whose results are positions, too, or second
+_OF_INTEGERS = {"SumExt": mstype.int64, "ProdExt": mstype.int64, "Exp": mstype.float32}  # dtypes of their results
 
 
 class Shaped(IndexedTensor):
     """A rank's part of a tensor, of which shape, dtype, and whether a gradient `flows` through it, are known."""
-
-    def __fallback__(self, func, args, kwargs=None):
-        attributes = {}
-        if len(args) == 3 and type(args[1]) is str and type(args[2]) in (tuple, list):
-            primitive, _, args = args
-            attributes = rule_attributes(func.name, attributes_of(primitive))
-        return _results(func.name, args, (kwargs or {}) | attributes)
 
 
 def algorithm_price(node, attributes, call, found):
@@ -52,33 +44,32 @@ def algorithm_price(node, attributes, call, found):
         return FREE
     plan, steps = operator_plan(node, call, found), []
 
-    def run(local, *moved, shape=None):
+    def run(local, *moved):
         steps.extend((step, local.flows and bool(call.trained)) for step in moved)
-        return _shaped(shape or moved[-1].output_shape, local.dtype, local.flows)
+        return _shaped(moved[-1].output_shape, local.dtype, local.flows) if moved else local
 
     def redistribute(local, source, target):
-        shape = source.global_shape(local.shape)
-        moved = plan_redistribution(source, target, shape, dtype_name(local.dtype), call.device_model).steps
-        return run(local, *moved, shape=target.local_shape(shape))
+        given = source.global_shape(local.shape), dtype_name(local.dtype), call.device_model
+        return run(local, *plan_redistribution(source, target, *given).steps)
 
     parts = zip(call.metas, found.inputs)
-    parts = [_shaped(at.local_shape(meta.shape), dtype_of(meta.dtype), True) for meta, at in parts]
+    parts = [_shaped(layout.local_shape(meta.shape), dtype_of(meta.dtype), True) for meta, layout in parts]
     context = replace(shard_context(plan), redistribute=redistribute, run_step=run)
-    run_locally(plan, parts, lambda args, kwargs: _results(call.name, args, kwargs | attributes), context)
+    run_locally(plan, parts, lambda args, kwargs: shaped_results(call.name, args, kwargs | attributes), context)
     return steps_price(steps, call.device_model)
 
 
 def _shaped(shape, dtype, flows):
-    part = make_subclass(Shaped, mint.empty(tuple(shape), dtype=dtype, device="meta"))
+    part = make_subclass(Shaped, mint.empty(shape, dtype=dtype, device="meta"))
     part.flows = flows and is_float(dtype_name(dtype))
     return part
 
 
-def _results(name, args, kwargs):
-    """What stands for an operator's results."""
+def shaped_results(name, args, kwargs):
+    """What stands for an operator's results, where `Shaped` tensors are among its arguments."""
     tensors = tree_leaves((args, kwargs), Tensor)
     flows = passes_gradient(name) and any(getattr(tensor, "flows", False) for tensor in tensors)
-    shapes = signature_of(name, *tree_map(meta_of, (tuple(args), kwargs))).output_shapes
+    shapes = signature_of(name, *tree_map(meta_of, (args, kwargs))).output_shapes
     dtypes = [_dtype(name, args, tensors)] * len(shapes)
     if places := _PLACES.match(name):
         dtypes[1 if places[2] else 0] = mstype.int32 if name in ("TopK", "Cummin") else mstype.int64
@@ -87,6 +78,7 @@ def _results(name, args, kwargs):
 
 
 def _dtype(name, args, tensors):
+    """The dtype of an operator's first result, as on the meta device."""
     if _TRUTHS.match(name):
         return mstype.bool_
     if name == "Cast" or name == "CumsumExt" and len(args) > 2 and args[2] is not None:

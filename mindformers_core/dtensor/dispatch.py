@@ -15,7 +15,7 @@ from mindformers_core.algorithms.dropout import WITHOUT_SEEDS
 from mindformers_core.algorithms.redistribute import model_of_device, redistribute_local
 from mindformers_core.algorithms.shard_context import shard_context
 from mindformers_core.communication.world import process_state
-from mindformers_core.dtensor.algorithm_price import Shaped, algorithm_price
+from mindformers_core.dtensor.algorithm_price import Shaped, algorithm_price, shaped_results
 from mindformers_core.dtensor.dtensor import DTensor, adopted, parameter_view, wrap
 from mindformers_core.dtypes import dtype_name
 from mindformers_core.layout import Layout
@@ -88,8 +88,6 @@ def _described(name, primitive, args, kwargs):
 def _run_unknown(func, primitive, args, kwargs):
     """Run an operator of which no such call is known: by others, or by a new `_Program`."""
     name, state = func.name, process_state()
-    for shaped in tree_leaves((args, kwargs), Shaped):
-        return shaped.__fallback__(func, args if primitive is None else (primitive, name, args), kwargs)
     args = read_numbers(name, args, lambda leaf: leaf if type(leaf) is Tensor else None)
     if name == "typeof":  # of a tensor's type; it computes nothing
         return func(*tree_map(_local, (primitive, name, args) if primitive else args))
@@ -98,6 +96,9 @@ def _run_unknown(func, primitive, args, kwargs):
     parts = composed(name, args, kwargs, primitive)
     if parts is not None:
         return parts
+    attributes = {} if primitive is None else rule_attributes(name, attributes_of(primitive))
+    if tree_leaves((args, kwargs), Shaped):
+        return shaped_results(name, args, kwargs | attributes)
     key, tensors, parts = _described(name, primitive, args, kwargs)
     _check_current(tensors)
     try:
@@ -108,7 +109,6 @@ def _run_unknown(func, primitive, args, kwargs):
             f"operator '{name}' on DTensors takes tensors, numbers, strings, tuples and lists, not ({shown})"
         ) from error
     if program is None:
-        attributes = {} if primitive is None else rule_attributes(name, attributes_of(primitive))
         program = _Program(name, args, kwargs, attributes, tensors)
         if len(state.calls) >= _MOST_PROGRAMS:
             state.calls.clear()
