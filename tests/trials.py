@@ -3,8 +3,8 @@
     .venv/bin/python tests/trials.py 60 --seed 1 --record trials.jsonl
 
 Each trial is a signal to a random rank, the scheduler, or a process that saves, in a random phase of a random step:
-`support/trial_points.py`. Half of the jobs of 4 ranks (dp 2 x tp 2) save beside training. Their losses have to be those
-of a job that nobody disturbs, bit by bit, and nothing of them may be left. A line tells each trial.
+`support/trial_points.py`. Every second job of 4 ranks (dp 2 x tp 2) saves beside training. Their losses have to be
+those of a job that nobody disturbs, bit by bit, and nothing of them may be left. A line tells each trial.
 """
 
 import argparse
@@ -22,12 +22,13 @@ from pathlib import Path
 import psutil
 import yaml
 from support.launch import ROOT, TESTS, free_port
+from support.stand_in import worker
 from support.trial_points import PHASES
 
 SIGNALS = {signal.SIGKILL: 5, signal.SIGTERM: 3, signal.SIGSTOP: 3}  # of so many of all trials
 TARGETS = {"rank": 6, "scheduler": 1}
 DELAYS = {"starting": 6.0, "loading": 0.2, "saving": 0.0, "saving beside training": 0.8}  # seconds at most; else 0.05
-STEPS = 40
+STEPS, STAND_IN = 40, TESTS / "support" / "stand_in"
 RECIPE = {
     "training": {"steps": STEPS, "local_batch_size": 2, "global_batch_size": 8},
     "parallelism": {"data_parallel_shard": 2, "tensor_parallel": 2, "zero_level": 1, "zero_threshold_kb": 0},
@@ -45,7 +46,7 @@ RECIPE = {
 
 
 class Job:
-    """A job of the recipe in a folder, under the supervisor.
+    """A job of the recipe in a folder, under the supervisor; `path` are folders of Python's.
 
     Args:
         folder: of everything that it writes; trials lie in its folder `points`.
@@ -53,23 +54,41 @@ class Job:
         overrides: of the recipe; `variables`: of the environment.
     """
 
+    path = ROOT, TESTS
+
     def __init__(self, folder, ranks, *overrides, **variables):
         self.run, self.port, self.points = folder / "run", free_port(), folder / "points"
         self.points.mkdir(parents=True)
         dataset = RECIPE["train_dataset"] | {"options": {"points": str(self.points)}}
         (folder / "recipe.yaml").write_text(yaml.safe_dump(RECIPE | {"train_dataset": dataset}))
-        words = ["-m", "mindformers_core", "train", "--config", str(folder / "recipe.yaml")]
-        words += [f"training.output_dir={self.run}", *overrides]
+        words = self.words(folder / "recipe.yaml", *overrides)
         place = ["127.0.0.1", self.port, 0, folder / "log", "True", 60]
         command = ["bash", ROOT / "scripts/msrun_launch.sh", " ".join(words), ranks, ranks, *place]
         self.told, self.output = folder / "log" / "supervisor", folder / "output.txt"
-        path = os.pathsep.join(map(str, (ROOT, TESTS)))
+        path = os.pathsep.join(map(str, self.path))
         environment = {**os.environ, "PYTHONPATH": path, "GLOG_v": "3", "RESTARTS": "1000", "BACKOFF": "0"}
         self.begun = time.monotonic()
         with self.output.open("w") as output:
             self.process = subprocess.Popen(
                 [*map(str, command)], stdout=output, stderr=output, cwd=folder, env=environment | variables
             )
+
+    def words(self, recipe, *overrides):
+        """The command of a rank."""
+        return [
+            "-m",
+            "mindformers_core",
+            "train",
+            "--config",
+            str(recipe),
+            f"training.output_dir={self.run}",
+            *overrides,
+        ]
+
+    def calm_rows(self, ranks):
+        """Its rows, where nobody disturbs it, to the end."""
+        assert self.wait(600), self.tail()
+        return self.rows()
 
     def rows(self):
         """The rows of the run's metrics that are whole."""
@@ -127,6 +146,23 @@ class Job:
         return True
 
 
+class StandIn(Job):
+    """A job of ranks that start in milliseconds: `support/stand_in/worker.py`, with a launcher in the place of msrun.
+
+    What it shares with a job of a recipe: launch script, supervisor, watchers, supervised steps, checkpoints.
+    """
+
+    path = STAND_IN, ROOT, TESTS
+
+    def words(self, recipe, *overrides):
+        is_async = "checkpoint.async_save=True" in overrides
+        return [str(STAND_IN / "worker.py"), *map(str, (self.run, self.points, STEPS, is_async))]
+
+    def calm_rows(self, ranks):
+        self.end()  # what it computes is known
+        return [*worker.calm_rows(ranks, STEPS)]
+
+
 def read_lines(path):
     """The JSON objects of the whole lines of a file, none where there is no file."""
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
@@ -178,18 +214,20 @@ def check(job, calm):
     assert told[0] == told[1], [pair for pair in zip(*told) if pair[0] != pair[1]][:3]
 
 
-def trials(folder, count, seed, say=print, ranks=4):
-    """Run so many trials, and yield a dict for each job, its `trials` and `events`. Errors as of `check`."""
-    rng, done = random.Random(seed), 0
-    job = Job(folder / "calm", ranks)
+def trials(folder, count, seed, say=print, kind=Job, ranks=4, of_a_job=25):
+    """Run so many trials with jobs of a kind, and yield a dict for each, its `trials`, `events` and `rows`.
+
+    A job has `of_a_job` of them at most; every second one saves beside training. Errors as of `check`.
+    """
+    rng, done, is_async = random.Random(seed), 0, False
+    job = kind(folder / "calm", ranks)
     try:
-        assert job.wait(300)
-        calm = job.rows()
+        calm = job.calm_rows(ranks)
         assert len(calm) == STEPS, job.tail()
         while done < count:
-            is_async, found = rng.random() < 0.5, []
-            job = Job(folder / "job", ranks, f"checkpoint.async_save={is_async}")
-            while done < count and job.process.poll() is None:
+            found = []
+            job = kind(folder / "job", ranks, f"checkpoint.async_save={is_async}")
+            while done < count and len(found) < of_a_job and job.process.poll() is None:
                 after = job.rows()[-1]["step"] if job.rows() else 0
                 if trial := disturb(job, draw(rng, ranks, is_async, after)):
                     found.append(trial)
@@ -204,6 +242,7 @@ def trials(folder, count, seed, say=print, ranks=4):
             say(f"done after {job.restarts()} restarts; bit by bit the calm run", flush=True)
             yield {"async": is_async, "trials": found, "events": job.events(), "rows": job.rows()}
             shutil.rmtree(folder / "job")
+            is_async = not is_async
     finally:
         job.end()
 
@@ -213,10 +252,11 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("count", type=int)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--stand_in", action="store_true", help="ranks without MindSpore, which start at once")
     parser.add_argument("--record", type=Path, help="a file that gets a line of JSON for each job")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="trials_") as folder:
-        for job in trials(Path(folder), args.count, args.seed):
+        for job in trials(Path(folder), args.count, args.seed, kind=StandIn if args.stand_in else Job):
             if args.record:
                 with args.record.open("a") as file:
                     file.write(json.dumps(job) + "\n")

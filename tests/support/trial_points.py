@@ -106,6 +106,16 @@ class Points:
         if self.rank == 0:
             self.tell("events", (time.monotonic(), what, self.steps))
 
+    def files(self, layer):
+        """A `FileLayer` of which each call that changes the disk is a place."""
+
+        class Files(layer):
+            """It."""
+
+        for name in ("open", "write", "sync", "rename"):
+            self.before(Files, name, lambda *_: self.passed("saving"))
+        return Files()
+
     def set_up(self):
         """Put the places into the package's functions."""
         from mindformers_core.checkpoint import background, checkpointer, slices
@@ -113,12 +123,6 @@ class Points:
         from mindformers_core.trainer import passes, trainer
 
         points = self
-
-        class Files(slices.FileLayer):
-            """Each call that changes the disk is a place."""
-
-        for name in ("open", "write", "sync", "rename"):
-            self.before(Files, name, lambda *_: points.passed("saving"), made=getattr(slices.FileLayer, name))
 
         def issued(_, *arguments):
             is_backward = points.where == "forward" and len(arguments) > 6 and arguments[6] is not None
@@ -130,6 +134,7 @@ class Points:
             points.steps, points.where, points.runs = job.step, "forward", job.plan.runs
 
         def ran(*_):
+            time.sleep(0.3 * (os.environ.get("SLOW_RANK") == str(self.rank)))
             points.runs -= 1
             points.where = "forward" if points.runs else "update"
             if points.runs:
@@ -150,13 +155,13 @@ class Points:
         )  # fmt: skip
         self.before(background.BackgroundSave, "_measure", after=lambda *_: points.event("complete"))
         save = checkpointer.save
-        checkpointer.save = lambda *given: save(*given, files=Files())
+        checkpointer.save = lambda *given: save(*given, files=points.files(slices.FileLayer))
         self.read()
         self.passed("starting")
 
-    def before(self, owner, name, call=lambda *_: None, after=lambda *_: None, made=None):
+    def before(self, owner, name, call=lambda *_: None, after=lambda *_: None):
         """Let a function be called before another one, and one after it."""
-        function = made or getattr(owner, name)
+        function = getattr(owner, name)
 
         @wraps(function)
         def both(*arguments, **keywords):
