@@ -120,7 +120,8 @@ class LlamaModel(nn.Cell):
         if self.is_first and self.embed_tokens is not None:
             hidden_states = self.embed_tokens(input_ids)
         length = input_ids.shape[1] if slots is None else self.cache_length
-        cosines, sines = rotary_tables(length, self.config.head_dim, self.config.rope_theta)
+        config = self.config
+        cosines, sines = rotary_tables(length, config.head_dim, config.rope_theta, config.rope_scaling)
         if positions is not None:
             cosines, sines = ops.gather(cosines, positions, 0), ops.gather(sines, positions, 0)
             context = cosines, sines, document_mask(positions)
