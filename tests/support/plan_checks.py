@@ -38,7 +38,7 @@ def stored(graph, declarations, mesh=MESH):
 
 
 def plan_of(model, args, named, config=None, plan=None, arriving=None, mesh=MESH, algorithm=None):
-    """The plan of a model whose inputs arrive whole, or as `arriving` (by number) says; `algorithm`: see `propagate`."""
+    """The plan of a model whose inputs arrive whole, or as `arriving` (by number) says; `algorithm`: `propagate`'s."""
     declarations = collect_declarations(model, config, plan)
     graph = capture(model, *args, **named)
     layouts = {value.id: whole(value, mesh) for value in tree_leaves(graph.arguments)} | (arriving or {})
