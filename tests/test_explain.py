@@ -321,10 +321,22 @@ def test_links_decide():
     sent = {}
     for model in (fast, slow):
         report = make_report(propagate(*call, device_model=model), algorithm_of)
-        sent[model.name] = collectives_of(report.traffic)
-        assert (
-            f"by the prices of the device model {model.name} ({model.link.bandwidth / 1e9:g} GB/s over all axes)"
-            in (" ".join(explain_plan(report).split()))
-        )
+        sent[model.name], text = collectives_of(report.traffic), " ".join(explain_plan(report).split())
+        prices = f"by the prices of the device model {model.name} ({model.link.bandwidth / 1e9:g} GB/s over all axes)"
+        assert prices in text and "Declared cuts" not in text
     assert sent["fast"] == {"all_gather": (1, 0), "reduce_scatter": (0, 1), "all_reduce": (0, 2)}
     assert sent["slow"]["all_to_all"][0] == 1 and sent["slow"].get("all_gather", (0, 0))[0] == 0
+
+
+def test_declarations_decide():
+    """A batch and a weight that are cut stay so, also where a gather of the weight would send fewer bytes."""
+    parts = {"first": nn.Dense(8, 8, has_bias=False), "second": nn.Dense(8, 8, has_bias=False)}
+    cell = cell_of(lambda self, x: self.second(self.first(x)), **parts).set_train()
+    given = {name: {"weight": {"weight": layout(*cut)}} for name, cut in zip(parts, (("tp",), (None, "tp")))}
+    x = tensor_meta((4096, 8), "float32")
+    mesh = init_device_mesh((2, 2), ("dp", "tp"))
+    _, plan = planned(cell, mesh, (x,), plan=given, arriving={"x": layout("dp")})
+    report = make_report(plan)
+    text = " ".join(explain_plan(report).split())
+    assert "all_gather" not in collectives_of(report.traffic)
+    assert "Declared cuts come before prices: of the batch over dp and of weights over tp." in text
