@@ -329,14 +329,13 @@ def test_links_decide():
 
 
 def test_declarations_decide():
-    """A batch and a weight that are cut stay so, also where a gather of the weight would send fewer bytes."""
-    parts = {"first": nn.Dense(8, 8, has_bias=False), "second": nn.Dense(8, 8, has_bias=False)}
-    cell = cell_of(lambda self, x: self.second(self.first(x)), **parts).set_train()
-    given = {name: {"weight": {"weight": layout(*cut)}} for name, cut in zip(parts, (("tp",), (None, "tp")))}
-    x = tensor_meta((4096, 8), "float32")
-    mesh = init_device_mesh((2, 2), ("dp", "tp"))
-    _, plan = planned(cell, mesh, (x,), plan=given, arriving={"x": layout("dp")})
-    report = make_report(plan)
-    text = " ".join(explain_plan(report).split())
-    assert "all_gather" not in collectives_of(report.traffic)
+    """A weight that is declared cut stays so, also where a gather of it would send fewer bytes."""
+    mesh, example = init_device_mesh((2, 2), ("dp", "tp")), EXAMPLES["classifier"]
+    inputs, _ = example.inputs(0)
+    given, arriving = example.plan(axes_of(mesh)), {"image": layout("dp"), "label": layout("dp")}
+    _, plan = planned(example.make().set_train(), mesh, inputs, plan=given, arriving=arriving)
+    text = " ".join(explain_plan(make_report(plan, algorithm_of)).split())
     assert "Declared cuts come before prices: of the batch over dp and of weights over tp." in text
+    moves = [(move, inner) for _, inner in plan.walk() for move in inner.redistributions]
+    weights = [move for move, inner in moves if move.value.id in {use.value.id for use in inner.graph.parameters}]
+    assert [move.source.cut_axes for move in weights] == [move.target.cut_axes for move in weights] == [{"tp"}] * 5
