@@ -15,7 +15,7 @@ from mindformers_core.operators.words import word
 _LAYOUTS = ("BSH", "BNSD", "SBH", "BSND", "TND")
 
 
-def _operations(sizes):
+def attention_operations(sizes):
     """Two products, a scale and a softmax, of all scores, whatever is masked."""
     scores = sizes.get("b", 1) * sizes["g"] * sizes["r"] * sizes["s"] * sizes["t"]
     return scores * (2 * sizes["d"] + 2 * sizes["v"] + 1 + 5)
@@ -119,7 +119,7 @@ def key_length(args):
     return args[1].shape[layout.index("T" if layout == "TND" else "S")]
 
 
-@register_operator("FlashAttentionScore", operations=_operations, algorithms=("attention_dropout",))
+@register_operator("FlashAttentionScore", operations=attention_operations, algorithms=("attention_dropout",))
 def flash_attention(*args):
     """Softmax's maxima and sums, an unused output, and the attention. Dropped scores are those of one card."""
     found = _attention(args, 10, 16, (3, 4, 6), (7, 8, 9), before=("eight", "eight", "none"))
@@ -141,7 +141,7 @@ def ring_attention_update(*args):
     return equation(f"{part}, {part} -> {part}", *tensors_in(args))
 
 
-@register_operator("SpeedFusionAttention", operations=_operations)
+@register_operator("SpeedFusionAttention", operations=attention_operations)
 def speed_fusion_attention(*args):
     """Attention, softmax's maxima and sums, and a seed. Where the device draws which scores it drops, all is whole."""
     after = ("eight", "eight", "empty", "scalar", "scalar", "scalar")
@@ -153,10 +153,23 @@ def speed_fusion_attention(*args):
 _INFERENCE = ("PromptFlashAttention", 12, 16, (3, 6), (4, 5), 17), ("IncreFlashAttention", 15, 16, (3, 5), (4,), 18)
 for _name, *_places in _INFERENCE:  # of prompts, and of one more token of each example
     _rule = partial(lambda places, *args: _attention(args, *places), tuple(_places))
-    register_operator(_name, gradient=NO_GRADIENT, operations=_operations)(_rule)
+    register_operator(_name, gradient=NO_GRADIENT, operations=attention_operations)(_rule)
 
 
-@register_operator("FusedInferAttentionScore", gradient=NO_GRADIENT, operations=_operations)
+@register_operator("FusedInferAttentionScore", gradient=NO_GRADIENT, operations=attention_operations)
 def fused_infer_attention(*args):
     """The attention of prompts or of one more token, for inference, and the logarithm of softmax's sums."""
     return _attention(args, 24, 28, (3, 4), (5, 6), 29, after=("one" if args[34] else "none",))
+
+
+def ranged_attention(query, key, value, first, last, places, *_):
+    """The `Signature` of the operator `Attention`: batch, heads and queries are parallel, keys are whole."""
+    row = {1: "1"}
+    texts = [f"{row.get(x.shape[0], 'b')} {dim}" for x, dim in ((first, "s"), (last, "s"), (places, "t"))]
+    heads, groups = query.shape[2], key.shape[2]
+    if heads % groups:
+        raise ValueError(f"{heads} heads of query {query.shape} don't divide by the {groups} of key {key.shape}")
+    inputs = f"b s g*r d, b t g d, b t g v, {', '.join(texts)}"
+    tensors = query, key, value, first, last, places
+    sizes = {"g": groups, "r": heads // groups}
+    return equation(f"{inputs} -> b s g*r v, b g*r s", *tensors, sizes=sizes, whole=("t", "d", "v"))
