@@ -131,7 +131,7 @@ def _check_schedule(recipe):
 
 def _check_zero(recipe):
     sizes, level = recipe.parallelism, recipe.parallelism.zero_level
-    if level > 0 and sizes.data_parallel_shard == 1:
+    if level > 0 and sizes.data_parallel_shard == sizes.context_parallel == 1:
         raise ValueError(
             f"parallelism.zero_level: {level} shards {LEVELS[f'level{level}']} among data_parallel_shard ranks, but "
             f"parallelism.data_parallel_shard is 1, so nothing would be sharded: use data_parallel_shard=2 or more, or "

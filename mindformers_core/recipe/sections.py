@@ -58,8 +58,7 @@ class Parallelism:
     tensor_parallel: int = bounded(1, 1, _RANKS)
     sequence_parallel: bool = False  # norms compute with the sequence dim sharded over the tp axis
     context_parallel: int = bounded(1, 1, _RANKS)  # ranks that share every sequence
-    # tokens of a sequence among cp ranks: two chunks each, all with the same causal work; as they follow; by documents
-    context_parallel_balance: Literal["zigzag", "contiguous", "area"] = "zigzag"
+    context_parallel_balance: Literal["zigzag", "contiguous", "area"] = "zigzag"  # whose tokens: docs/data.md
     pipeline_parallel: int = bounded(1, 1, 1024)  # ranks that layers are divided among; at 1 the keys below are ignored
     pipeline_parallel_schedule: str = "1f1b"  # a name of `SCHEDULES`, or the import path of a user's class
     # number of layers of every stage, of all ranks and chunks; default: equal
