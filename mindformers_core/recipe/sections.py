@@ -58,6 +58,8 @@ class Parallelism:
     tensor_parallel: int = bounded(1, 1, _RANKS)
     sequence_parallel: bool = False  # norms compute with the sequence dim sharded over the tp axis
     context_parallel: int = bounded(1, 1, _RANKS)  # ranks that share every sequence
+    # of attention: keys and values gathered, or sent round, or heads cut in the sequence's place; auto: by price
+    context_parallel_algorithm: Literal["auto", "gather", "ring", "all_to_all"] = "auto"
     context_parallel_balance: Literal["zigzag", "contiguous", "area"] = "zigzag"  # whose tokens: docs/data.md
     pipeline_parallel: int = bounded(1, 1, 1024)  # ranks that layers are divided among; at 1 the keys below are ignored
     pipeline_parallel_schedule: str = "1f1b"  # a name of `SCHEDULES`, or the import path of a user's class
