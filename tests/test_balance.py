@@ -111,7 +111,7 @@ def test_a_token_has_the_logits_of_its_place(balance, packs):
     ids, _, *positions = map(Tensor, arrays)
     expected = net(ids, None, *positions).asnumpy()
     data = Balanced(stream(packs), LENGTH, balance, 3)
-    net.share_sequences(data.order, "auto")
+    net.share_sequences(data.order or (0,), "auto")
     ids, _, *others = data.batch(0, 3)
     places = others[1] if balance == "area" else np.broadcast_to(places_of(data.order, LENGTH), ids.shape)
     found = net(Tensor(ids), None, *map(Tensor, others)).asnumpy()

@@ -122,7 +122,8 @@ class LlamaModel(nn.Cell):
         if self.is_first and self.embed_tokens is not None:
             hidden_states = self.embed_tokens(input_ids)
         length = input_ids.shape[1] if slots is None else self.cache_length
-        cosines, sines = rotary_tables(length, self.config.head_dim, self.config.rope_theta)
+        config = self.config
+        cosines, sines = rotary_tables(length, config.head_dim, config.rope_theta, config.rope_scaling)
         if slots is None:
             known = places_of_tokens(length, self.order) if places is None else places
             own = known if positions is None else positions
@@ -171,7 +172,7 @@ class LlamaForCausalLM(nn.Cell):
 
     def share_sequences(self, order, algorithm):
         """Say how ranks share every sequence: the order in which its equal chunks lie, labels and positions as well,
-        see `static_order`, None where `places` say it; and the algorithm of attention, see `attention`."""
+        unless `places` say it, see `static_order`; and the algorithm of attention, see `attention`."""
         self.model.order, self.model.algorithm = order, algorithm
 
     def add_caches(self, batch, length):

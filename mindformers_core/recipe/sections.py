@@ -141,6 +141,7 @@ class Checkpoint:
     async_save: bool = False  # another process writes a copy of the state, while training goes on
     when_busy: Literal["wait", "skip"] = "wait"  # with async_save: for a checkpoint that is still being written
     grace: int = bounded(30, 1, 10**6)  # seconds after SIGTERM in which a job saves and leaves, with exit code 75
+    check_replicas: bool = False  # before a save, compare what ranks have alike, as context.check_replicas does
     load_path: str = ""  # a run folder (its newest checkpoint), one of its checkpoint/step_N, or a Hugging Face folder
     no_load_optim: bool = False  # load weights only, and begin at step 0
     load_average: bool = False  # load the moving average of the weights in their place, and nothing else

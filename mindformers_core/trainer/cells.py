@@ -76,7 +76,7 @@ def _share_sequences(recipe, net):
             f"{'input places' if lacks_places else 'method share_sequences(order, algorithm)'}: use contiguous and "
             "auto, or see docs/models.md"
         )
-    net.share_sequences(order, algorithm)
+    net.share_sequences(order or (0,), algorithm)
 
 
 def check_patterns(recipe):
