@@ -5,10 +5,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from trials import Job, check, trials
+from trials import Job, StandIn, check, trials
 
 pytestmark = pytest.mark.ranks
 TWO = ("parallelism.tensor_parallel=1", "training.steps=12", "checkpoint.replicas=1")
+STATES = ("checkpoint.replicas_interleaved_steps=3", "checkpoint.save_interleaved_steps=100")
 
 
 @pytest.fixture
@@ -40,9 +41,9 @@ def lose(job, *ranks):
 def test_a_killed_rank(start):
     """After step 8, with a state in memory every 3 steps: no byte is read from disk, where there is no checkpoint yet.
 
-    The steps after that state are those of before, bit by bit.
+    The steps after that state are those of before, bit by bit. Rank 1 is slow before, which is told.
     """
-    job = start("job", 2, *TWO, "checkpoint.replicas_interleaved_steps=3", "checkpoint.save_interleaved_steps=100")
+    job = start("job", 2, *TWO, *STATES, SLOW_RANK="1")
     assert job.wait(120, lambda: len(job.rows()) >= 8), job.output.read_text()
     before, memory = lose(job, 1)
     assert job.wait(120), job.output.read_text()
@@ -51,7 +52,14 @@ def test_a_killed_rank(start):
     (loaded,) = [row for row in rows if "loaded_from_disk" in row]
     assert loaded["loaded_from_disk"] == 0 < loaded["loaded_from_memory"] and ", 0 bytes from disk" in said
     assert loaded["step"] > len(before) - 3 and "exit code 137: restart 1" in said
+    assert "warning: rank 1 is slow: a step takes it" in said and rows[5]["slow_rank"] == 1
     assert [path.name for path in (job.run / "checkpoint").iterdir()] == ["step_12"] and not memory.exists()
+
+
+def test_a_sample_of_trials(tmp_path):
+    """Eight signals, with ranks that start at once; those of a recipe's job are nightly."""
+    jobs = [*trials(tmp_path, 8, seed=3, kind=StandIn, of_a_job=4)]
+    assert sum(len(job["trials"]) for job in jobs) == 8
 
 
 @pytest.mark.nightly
@@ -78,7 +86,8 @@ def test_a_killed_rank_and_its_neighbour(start):
 
 @pytest.mark.nightly
 def test_trials(tmp_path):
-    assert trials(tmp_path, 20, seed=0) == 20
+    jobs = [*trials(tmp_path, 30, seed=0)]
+    assert sum(len(job["trials"]) for job in jobs) == 30
 
 
 @pytest.mark.nightly

@@ -70,6 +70,7 @@ class Starts(supervisor.Supervisor):
         ([end(KILLED, 7), end(2, 8, 0, error="OSError: no disk"), end(0)], 0, "exit code 2: restart 2 of 5 in 0 s"),
         ([end(75), end(75), end(75), end(0)], 0, "restart 3"),  # as SIGTERM asks
         ([end(75, error="rank 1 issued all_reduce")] * 2, 75, "twice, at step 7: rank 1 issued all_reduce"),
+        ([end(2, error="E: a"), end(139) | {"steps": None}, end(0)], 0, "restart 2"),  # what a start told goes with it
         ([end(139, error="")] * 2, 139, "the same error twice, at step 7: exit code 139"),
     ],
 )  # fmt: skip
@@ -96,6 +97,10 @@ def test_a_job_goes_on_with_the_workers_that_there_are(tmp_path, monkeypatch, ca
     monkeypatch.setenv("EXCLUDE", str(tmp_path / "excluded"))
     starts = Starts(tmp_path, [end(KILLED, **RUNS), end(0)], MIN_WORKERS="2")
     starts.run()
+    (tmp_path / "excluded").write_text("3 all")  # is told once, and changes nothing
+    assert starts._slots() == starts._slots() == [0, 1, 2]
+    assert capsys.readouterr().err.count("'all' is no process: give numbers from 0 to 3, or a file") == 1
+    (tmp_path / "excluded").write_text("3\n")
     (ranks, first), (_, again) = starts.words
     assert ranks == 3 and {"parallelism.data_parallel_shard=3", "training.global_batch_size=8"} < {*first}
     assert again == [*first, "training.resume=auto"]
@@ -164,7 +169,10 @@ def test_what_a_job_tells(tmp_path, monkeypatch):
     assert (told.step, told.done, step, code, others) == (3, 2, 3, 2, []) and "'a bad sample'" in error
 
 
-@pytest.mark.parametrize(("name", "value"), [("RESTARTS", "-1"), ("BACKOFF", "soon"), ("MIN_WORKERS", "5")])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("RESTARTS", "-1"), ("BACKOFF", "soon"), ("MIN_WORKERS", "5"), ("EXCLUDE", "1, x3"), ("EXCLUDE", "4")],
+)
 def test_a_variable_that_cannot_be_is_an_error(name, value):
     with pytest.raises(ValueError, match=f"^{name}="):
         supervisor.read_settings({name: value}, 4)
@@ -174,23 +182,24 @@ def test_a_variable_that_cannot_be_is_an_error(name, value):
 def test_the_ranks_that_a_recipe_can_use(tmp_path, seed):
     """The most that there are, with the model cut as before, and the samples of a step as before."""
     rng = random.Random(seed)
-    replicate, shard, tp, pp = (rng.choice(sizes) for sizes in ((1, 2, 3), (1, 2, 4), (1, 2), (1, 2)))
+    replicate, shard, tp, pp, cp = (rng.choice(sizes) for sizes in ((1, 2, 3), (1, 2, 4), (1, 2), (1, 2), (1, 2)))
     sections = yaml.safe_load(Path(RECIPE).read_text())
     sections["parallelism"] = {
         "data_parallel_replicate": replicate, "data_parallel_shard": rng.choice((shard, -1)), "tensor_parallel": tp,
-        "pipeline_parallel": pp, "zero_level": rng.choice((0, 1, 3)) if shard > 1 else 0,
+        "pipeline_parallel": pp, "context_parallel": cp, "zero_level": rng.choice((0, 1, 3)) if shard > 1 else 0,
     }  # fmt: skip
     sections["training"] = {"local_batch_size": 4} | rng.choice(({}, {"gradient_accumulation_steps": 3}))
-    path, whole = tmp_path / "recipe.yaml", replicate * shard * tp * pp
+    copy = tp * pp * cp
+    path, whole = tmp_path / "recipe.yaml", replicate * shard * copy
     path.write_text(json.dumps(sections))
     before, available = load_recipe(path), rng.randint(1, whole)
-    if available < tp * pp:
+    if available < copy:
         with pytest.raises(ValueError, match=f"no number of ranks from 1 to {available} fits"):
             fitting_ranks(path, [], whole, available)
         return
     ranks, overrides = fitting_ranks(path, [], whole, available)
     after = load_recipe(path, overrides)
-    assert available - tp * pp < ranks <= available
-    assert mesh_shape(after, ranks) == (pp, ranks // (tp * pp), 1, tp)
+    assert available - copy < ranks <= available
+    assert mesh_shape(after, ranks) == (pp, ranks // copy, cp, tp)
     plans = [batch_plan(recipe, mesh_shape(recipe, size)[1]) for recipe, size in ((before, whole), (after, ranks))]
-    assert plans[0].samples == plans[1].samples and plans[1].ranks == ranks // (tp * pp)
+    assert plans[0].samples == plans[1].samples and plans[1].ranks == ranks // copy

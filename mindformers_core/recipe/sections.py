@@ -67,8 +67,13 @@ class Parallelism:
 
     @property
     def batch_axes(self):
-        """Mesh axes that shard a batch; `shard()` hooks read this attribute."""
+        """Mesh axes that shard the samples of a batch; `shard()` hooks read this attribute."""
         return ("dp",)
+
+    @property
+    def sequence_axes(self):
+        """Mesh axes that shard each sequence, or None; `shard()` hooks read this attribute."""
+        return ("cp",) if self.context_parallel > 1 else None
 
 
 @dataclass(frozen=True)
@@ -130,6 +135,7 @@ class Checkpoint:
     replicas: int = bounded(0, 0, 1)  # 1: the newest state is in memory, too, on two machines: docs/recovery.md
     replicas_interleaved_steps: int = bounded(1, 1, _MANY)  # with replicas: steps between states in memory
     grace: int = bounded(30, 1, 10**6)  # seconds after SIGTERM in which a job saves and leaves, with exit code 75
+    check_replicas: bool = False  # before a save, compare what ranks have alike, as context.check_replicas does
     load_path: str = ""  # a run folder (its newest checkpoint), one of its checkpoint/step_N, or a Hugging Face folder
     no_load_optim: bool = False  # load weights only, and begin at step 0
     load_average: bool = False  # load the moving average of the weights in their place, and nothing else

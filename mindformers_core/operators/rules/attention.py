@@ -7,6 +7,7 @@ operator are told apart by their places, its primitive's attributes behind its t
 from dataclasses import replace
 from functools import partial
 
+from mindformers_core.hints import nearest
 from mindformers_core.operators.registry import NO_GRADIENT, register_operator
 from mindformers_core.operators.rules.dims import equation
 from mindformers_core.operators.signature import LocalCall, TensorMeta, tensors_in
@@ -15,7 +16,7 @@ from mindformers_core.operators.words import word
 _LAYOUTS = ("BSH", "BNSD", "SBH", "BSND", "TND")
 
 
-def _operations(sizes):
+def attention_operations(sizes):
     """Two products, a scale and a softmax, of all scores, whatever is masked."""
     scores = sizes.get("b", 1) * sizes["g"] * sizes["r"] * sizes["s"] * sizes["t"]
     return scores * (2 * sizes["d"] + 2 * sizes["v"] + 1 + 5)
@@ -119,7 +120,7 @@ def key_length(args):
     return args[1].shape[layout.index("T" if layout == "TND" else "S")]
 
 
-@register_operator("FlashAttentionScore", operations=_operations, algorithms=("attention_dropout",))
+@register_operator("FlashAttentionScore", operations=attention_operations, algorithms=("attention_dropout",))
 def flash_attention(*args):
     """Softmax's maxima and sums, an unused output, and the attention. Dropped scores are those of one card."""
     found = _attention(args, 10, 16, (3, 4, 6), (7, 8, 9), before=("eight", "eight", "none"))
@@ -141,7 +142,7 @@ def ring_attention_update(*args):
     return equation(f"{part}, {part} -> {part}", *tensors_in(args))
 
 
-@register_operator("SpeedFusionAttention", operations=_operations)
+@register_operator("SpeedFusionAttention", operations=attention_operations)
 def speed_fusion_attention(*args):
     """Attention, softmax's maxima and sums, and a seed. Where the device draws which scores it drops, all is whole."""
     after = ("eight", "eight", "empty", "scalar", "scalar", "scalar")
@@ -153,10 +154,55 @@ def speed_fusion_attention(*args):
 _INFERENCE = ("PromptFlashAttention", 12, 16, (3, 6), (4, 5), 17), ("IncreFlashAttention", 15, 16, (3, 5), (4,), 18)
 for _name, *_places in _INFERENCE:  # of prompts, and of one more token of each example
     _rule = partial(lambda places, *args: _attention(args, *places), tuple(_places))
-    register_operator(_name, gradient=NO_GRADIENT, operations=_operations)(_rule)
+    register_operator(_name, gradient=NO_GRADIENT, operations=attention_operations)(_rule)
 
 
-@register_operator("FusedInferAttentionScore", gradient=NO_GRADIENT, operations=_operations)
+@register_operator("FusedInferAttentionScore", gradient=NO_GRADIENT, operations=attention_operations)
 def fused_infer_attention(*args):
     """The attention of prompts or of one more token, for inference, and the logarithm of softmax's sums."""
     return _attention(args, 24, 28, (3, 4), (5, 6), 29, after=("one" if args[34] else "none",))
+
+
+_WAYS = {  # of attention to a cut sequence -> attributes of its `Signature`, and further factors that are whole
+    "gather": ({}, ("t",)),
+    "ring": ({"joint": {("s", "t"): "attention_ring"}}, ("s", "t")),
+    "all_to_all": ({"offers": (("g",),)}, ("s", "t")),
+    "auto": (
+        {
+            "joint": {("s", "t"): "attention_ring"},
+            "offers": (("g",),),
+            "distributed": {"t": "attention_merge"},
+        },
+        (),
+    ),
+}
+
+
+def ranged_attention(
+    query, key, value, first, last, places, scale, order=None, reach=(), exact=False, algorithm="auto"
+):
+    """The `Signature` of the operator `Attention`.
+
+    Batch and heads are parallel. Where queries are cut, keys are gathered, or all go round in a ring, or an axis cuts
+    heads in their place; where keys alone are, outputs are merged.
+    """
+    row = {1: "1"}
+    texts = [f"{row.get(x.shape[0], 'b')} {dim}" for x, dim in ((first, "s"), (last, "s"), (places, "t"))]
+    heads, groups = query.shape[2], key.shape[2]
+    if heads % groups:
+        raise ValueError(f"{heads} heads of query {query.shape} don't divide by the {groups} of key {key.shape}")
+    if algorithm not in _WAYS:
+        raise ValueError(
+            f"unknown algorithm {algorithm!r}: choose one of {', '.join(_WAYS)}{nearest(algorithm, _WAYS)}"
+        )
+    inputs = f"b s g*r d, b t g d, b t g v, {', '.join(texts)}"
+    tensors = query, key, value, first, last, places
+    ways, whole = _WAYS[algorithm]
+    sizes = {"g": groups, "r": heads // groups}
+    plain = equation(f"{inputs} -> b s g*r v, b g*r s", *tensors, sizes=sizes, whole=("d", "v", *whole), reduced={})
+    return replace(plain, local=LocalCall(localize=partial(_without_order, sizes | plain.sizes)), **ways)
+
+
+def _without_order(sizes, args, shapes):
+    """The arguments of a call for a part of the queries, whose chunks aren't those of the keys."""
+    return args if shapes[0][1] == sizes["s"] else (*args[:7], None, *args[8:])
