@@ -184,7 +184,7 @@ def test_damage_is_found(tmp_path):
         found = state_on(tensors(2), "dp").value(part)
         return found + rank if part.name == "embed" else found
 
-    with pytest.raises(ValueError, match=r"'embed'\[0:16, 0:4\] differs between rank \d and rank \d"):
+    with pytest.raises(ValueError, match=r"'embed'\[0:16, 0:4\] differs on ranks \d and \d"):
         job.keep(2, value=other)
 
 

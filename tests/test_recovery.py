@@ -29,6 +29,7 @@ def start(tmp_path):
 def lose(job, *ranks):
     """Kill ranks, as if machines were lost: with the memory of each. Returns the rows that there are."""
     processes, memory = job.processes(), None
+    assert {*map("rank {}".format, ranks)} <= {*processes}, job.tail()
     for rank in ranks:
         processes[f"rank {rank}"].suspend()
         memory = Path(processes[f"rank {rank}"].environ()["MINDFORMERS_MEMORY"])

@@ -87,18 +87,12 @@ class JobMemory:
         """Plan what is kept where, before the first step.
 
         Raises:
-            SaveError: on all ranks: the memory isn't enough, and `checkpoint.on_error` says to end.
+            OSError: on all ranks: the memory isn't enough.
         """
-        if self._store is None:
-            return
-        try:
+        if self._store is not None:
             plan = self._store.plan(list(job.checkpointer.parts()))
-        except OSError as error:
-            self._store = None
-            go_on_or_end(job, error)
-            return
-        state, sent = map(bytes_shown, (plan.saved.nbytes, sum(move.nbytes for move in plan.moves)))
-        self._say(f"checkpoint.replicas: {state} are kept on two machines, for which {sent} are sent")
+            kept, sent = (bytes_shown(sum(each.nbytes for each in some)) for some in (plan.local.pieces, plan.moves))
+            self._say(f"checkpoint.replicas: {kept} are kept in memory where they are, {sent} on another machine")
 
     def take_facts(self):
         """Numbers for the row of a step, once: `replica_seconds` that `keep` took after the step before; the bytes that

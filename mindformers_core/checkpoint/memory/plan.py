@@ -42,7 +42,8 @@ class MemoryPlan:
                 first, known = found.setdefault((part.key, part.box), (rank, value))
                 if known != value:
                     where = ", ".join(f"{start}:{stop}" for start, stop in part.box)
-                    raise ValueError(f"'{part.name}'[{where}] differs between rank {first} and rank {rank}")
+                    at = f"ranks {first} and {rank}"
+                    raise ValueError(f"checkpoint.replicas: '{part.name}'[{where}] differs on {at}, which both hold it")
         return grouped((piece.rank, found[piece.key, piece.box][1]) for piece in self.saved.pieces)
 
 
