@@ -169,9 +169,9 @@ def read_lines(path):
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-def draw(rng, ranks, is_async, after):
-    """A trial as of `trial_points`, for a job that has done so many steps."""
-    none = {"loading"} if after < 2 else set()  # there is no checkpoint
+def draw(rng, ranks, is_async, after, has_saved):
+    """A trial as of `trial_points`, for a job that has done so many steps, and has a checkpoint or not."""
+    none = set() if has_saved else {"loading"}
     none |= set() if is_async else {"saving beside training"}
     phase = rng.choice([phase for phase in PHASES if phase not in none])
     number, target = (rng.choices([*each], [*each.values()])[0] for each in (SIGNALS, TARGETS))
@@ -229,7 +229,8 @@ def trials(folder, count, seed, say=print, kind=Job, ranks=4, of_a_job=25):
             job = kind(folder / "job", ranks, f"checkpoint.async_save={is_async}")
             while done < count and len(found) < of_a_job and job.process.poll() is None:
                 after = job.rows()[-1]["step"] if job.rows() else 0
-                if trial := disturb(job, draw(rng, ranks, is_async, after)):
+                has_saved = any((job.run / "checkpoint").glob("step_*[0-9]"))
+                if trial := disturb(job, draw(rng, ranks, is_async, after, has_saved)):
                     found.append(trial)
                     done += 1
                     say(
