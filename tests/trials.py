@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -28,6 +29,7 @@ from support.trial_points import PHASES
 SIGNALS = {signal.SIGKILL: 5, signal.SIGTERM: 3, signal.SIGSTOP: 3}  # of so many of all trials
 TARGETS = {"rank": 6, "scheduler": 1}
 DELAYS = {"starting": 6.0, "loading": 0.2, "saving": 0.0, "saving beside training": 0.8}  # seconds at most; else 0.05
+REPORTED = re.compile("Where the ranks are:|^SIGTERM: ", re.MULTILINE)
 STEPS, STAND_IN = 40, TESTS / "support" / "stand_in"
 RECIPE = {
     "training": {"steps": STEPS, "local_batch_size": 2, "global_batch_size": 8},
@@ -107,8 +109,11 @@ class Job:
         return self.output.read_text()[-3000:]
 
     def is_noticed(self):
-        """Whether a rank has told the error that it ends by, or the launcher that the scheduler is gone."""
-        return any(self.told.glob("end.*")) or "scheduler is gone" in self.output.read_text().rpartition("restart ")[2]
+        """Whether a rank of the start that runs has reported a hang or a death, or the launcher a dead scheduler."""
+        logs = (path.read_text(errors="replace") for path in self.told.parent.glob("worker_*.log"))
+        return "scheduler is gone" in self.output.read_text().rpartition("restart ")[2] or any(
+            map(REPORTED.search, logs)
+        )
 
     def events(self):
         """What it has done, as of `job_events`; saved beside training, a save is complete when it is written."""
@@ -188,7 +193,7 @@ def draw(rng, ranks, is_async, after, has_saved):
 def disturb(job, plan, seconds=300):
     """One trial, until the job is started again: a dict; None where the job has ended before.
 
-    `noticed` are the seconds from the signal until a process of the job has told, `ended` those until all have ended.
+    `noticed` are the seconds from the signal until a process has reported it, `ended` those until all have ended.
     """
     count, restarts = len(job.fired()), job.restarts()
     (job.points / "new").write_text(json.dumps(plan | {"number": count}))
