@@ -68,6 +68,8 @@ def test_a_loop_of_the_users(tmp_path, capsys):
         "eval_NAME",
         "epoch N",
         "epoch_begins",
+        "slow_rank",
+        "slow_seconds",
     }
     given = {"gradient_norm *norm*": "gradient_norm PATTERN"}
     given |= {f"average_eval_{name}": "average_eval_NAME" for name in ("loss", "perplexity")}
