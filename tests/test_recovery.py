@@ -3,7 +3,7 @@
 import signal
 
 import pytest
-from trials import Job, check, trials
+from trials import Job, StandIn, check, trials
 
 pytestmark = pytest.mark.ranks
 TWO = ("parallelism.tensor_parallel=1", "checkpoint.save_interleaved_steps=3", "training.steps=9")
@@ -24,18 +24,29 @@ def start(tmp_path):
 
 
 def test_a_killed_rank(start):
-    """SIGKILL at rank 1 after step 8; the steps after the newest checkpoint are those of before, bit by bit."""
-    job = start("job", 2, *TWO)
+    """SIGKILL at rank 1 after step 8; the steps after the newest checkpoint are those of before, bit by bit.
+
+    Before, rank 1 is slow.
+    """
+    job = start("job", 2, *TWO, SLOW_RANK="1")
     assert job.wait(120, lambda: len(job.rows()) >= 8), job.output.read_text()
     job.processes()["rank 1"].send_signal(signal.SIGKILL)
     before = [row for row in job.rows() if row["step"] <= 8]
     assert job.wait(120) and "exit code 137: restart 1" in job.output.read_text()
     check(job, [*before, *job.rows()[8:]])
+    assert "warning: rank 1 is slow: a step takes it" in job.output.read_text() and job.rows()[5]["slow_rank"] == 1
+
+
+def test_a_sample_of_trials(tmp_path):
+    """Eight signals, with ranks that start at once; those of a recipe's job are nightly."""
+    jobs = [*trials(tmp_path, 8, seed=3, kind=StandIn, of_a_job=4)]
+    assert sum(len(job["trials"]) for job in jobs) == 8
 
 
 @pytest.mark.nightly
 def test_trials(tmp_path):
-    assert trials(tmp_path, 20, seed=0) == 20
+    jobs = [*trials(tmp_path, 30, seed=0)]
+    assert sum(len(job["trials"]) for job in jobs) == 30
 
 
 @pytest.mark.nightly

@@ -69,6 +69,7 @@ class Starts(supervisor.Supervisor):
         ([end(KILLED, 7), end(2, 8, 0, error="OSError: no disk"), end(0)], 0, "exit code 2: restart 2 of 5 in 0 s"),
         ([end(75), end(75), end(75), end(0)], 0, "restart 3"),  # as SIGTERM asks
         ([end(75, error="rank 1 issued all_reduce")] * 2, 75, "twice, at step 7: rank 1 issued all_reduce"),
+        ([end(2, error="E: a"), end(139) | {"steps": None}, end(0)], 0, "restart 2"),  # what a start told goes with it
         ([end(139, error="")] * 2, 139, "the same error twice, at step 7: exit code 139"),
     ],
 )  # fmt: skip
@@ -95,6 +96,10 @@ def test_a_job_goes_on_with_the_workers_that_there_are(tmp_path, monkeypatch, ca
     monkeypatch.setenv("EXCLUDE", str(tmp_path / "excluded"))
     starts = Starts(tmp_path, [end(KILLED, **RUNS), end(0)], MIN_WORKERS="2")
     starts.run()
+    (tmp_path / "excluded").write_text("3 all")  # is told once, and changes nothing
+    assert starts._slots() == starts._slots() == [0, 1, 2]
+    assert capsys.readouterr().err.count("'all' is no process: give numbers from 0 to 3, or a file") == 1
+    (tmp_path / "excluded").write_text("3\n")
     (ranks, first), (_, again) = starts.words
     assert ranks == 3 and {"parallelism.data_parallel_shard=3", "training.global_batch_size=8"} < {*first}
     assert again == [*first, "training.resume=auto"]
@@ -156,7 +161,10 @@ def test_what_a_job_tells(tmp_path, monkeypatch):
     assert (told.step, told.done, step, code, others) == (3, 2, 3, 2, []) and "'a bad sample'" in error
 
 
-@pytest.mark.parametrize(("name", "value"), [("RESTARTS", "-1"), ("BACKOFF", "soon"), ("MIN_WORKERS", "5")])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("RESTARTS", "-1"), ("BACKOFF", "soon"), ("MIN_WORKERS", "5"), ("EXCLUDE", "1, x3"), ("EXCLUDE", "4")],
+)
 def test_a_variable_that_cannot_be_is_an_error(name, value):
     with pytest.raises(ValueError, match=f"^{name}="):
         supervisor.read_settings({name: value}, 4)

@@ -6,7 +6,9 @@ from mindspore import ops
 _LOWEST = -3.4028234663852886e38  # of float32
 
 
-def attend(query, key, value, first, last, places, scale, order=None, reach=(None, None)):
+def attend(
+    query, key, value, first, last, places, scale, order=None, reach=(None, None), exact=False, algorithm="auto"
+):
     """The operator `Attention`, whose arguments its function for models describes."""
     (batch, length, heads, _), groups = query.shape, key.shape[2]
     query = ops.transpose(query, (0, 2, 1, 3))

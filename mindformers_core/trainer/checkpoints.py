@@ -96,6 +96,7 @@ def resume(job, checkpoint):
     fill(checkpoint, checkpointer.parts(bool(state), checkpoint), recipe, job.mesh, job.rank, converts=not state)
     if state:
         job.step, job.consumed = job.checkpointer.restore(state), state["consumed"]
+        job.compared = state.get("compared")
         job.skipped, job.skipped_in_a_row = (state.get(name, 0) for name in ("skipped", "skipped_in_a_row"))
         if job.loss_scale and state["loss_scale"]:
             job.loss_scale.restore(state["loss_scale"])
@@ -170,6 +171,7 @@ def save_job(job, settles=False):
         "seed": recipe.training.seed,
         "data": job.dataset.state(),
         "loss_scale": job.loss_scale and job.loss_scale.state(),
+        "compared": job.compared,
         "skipped": job.skipped,
         "skipped_in_a_row": job.skipped_in_a_row,
         "recipe": recipe_to_dict(recipe),
