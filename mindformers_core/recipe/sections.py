@@ -140,6 +140,8 @@ class Checkpoint:
     on_error: Literal["end", "go_on"] = "end"  # where a checkpoint can't be saved; earlier ones stay in any case
     async_save: bool = False  # another process writes a copy of the state, while training goes on
     when_busy: Literal["wait", "skip"] = "wait"  # with async_save: for a checkpoint that is still being written
+    replicas: int = bounded(0, 0, 1)  # 1: the newest state is in memory, too, on two machines: docs/recovery.md
+    replicas_interleaved_steps: int = bounded(1, 1, _MANY)  # with replicas: steps between states in memory
     grace: int = bounded(30, 1, 10**6)  # seconds after SIGTERM in which a job saves and leaves, with exit code 75
     check_replicas: bool = False  # before a save, compare what ranks have alike, as context.check_replicas does
     load_path: str = ""  # a run folder (its newest checkpoint), one of its checkpoint/step_N, or a Hugging Face folder
