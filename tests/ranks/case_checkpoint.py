@@ -92,9 +92,12 @@ def case_vocabulary_that_no_axis_divides():
 
 @on_ranks(4)
 def case_resumed_run_with_few_checkpoints():
-    """Runs by recipe: one that goes on from a checkpoint, saved beside training, is as the unbroken one."""
+    """Runs by recipe: one that goes on from a checkpoint, saved beside training, is as the unbroken one.
+
+    Two ranks share every sequence of documents, in zigzag, in evaluation too."""
     folder = folder_of("runs")
     places = (f"train_dataset.data_path={CONFIGS}", f"train_dataset.cache_dir={folder}/cache")
+    places += ("parallelism.data_parallel_shard=1", "parallelism.context_parallel=2", "train_dataset.packing=documents")
     saving = ("checkpoint.enable_save=true", "checkpoint.save_interleaved_steps=1", "checkpoint.keep_last=2")
     evaluating = ("evaluation.interval=4", "evaluation.samples=7", "evaluation.dataset={max_bytes: 1000}")
 

@@ -41,8 +41,12 @@ def case_levels_equal_one_rank():
 
 @on_ranks(4)
 def case_compiled_levels_equal_one_rank():
-    """Graph mode, Muon: at level 3 every layer is a graph of its own; level 2 is compiled in pipelines, at night."""
-    compare(3, 4, "context.mode=0", alike=("optimizer={type: Muon}",))
+    """Graph mode, Muon: at level 3 every layer is a graph of its own; level 2 is compiled in pipelines, at night.
+
+    Weights are cut over ranks that share sequences, too.
+    """
+    cut = "context.mode=0", "parallelism.context_parallel=2"
+    compare(3, 4, *cut, shape=(1, 2, 2, 1), shards=4, alike=("optimizer={type: Muon}",))
 
 
 @on_ranks(4)
