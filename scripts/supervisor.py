@@ -15,10 +15,11 @@ import time
 from pathlib import Path
 
 import numpy as np
+from memory import held_memory
 from processes import become_subreaper, end_with_parent, kill_children
 
 from mindformers_core.recipe.fitting import fitting_ranks
-from mindformers_core.supervised import FOLDER, FOR_OTHERS
+from mindformers_core.supervised import FOLDER, FOR_OTHERS, MEMORY
 
 POLL_SECONDS = 0.2
 LONGEST_PAUSE = 60  # seconds
@@ -50,7 +51,9 @@ def main():
     )
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, supervisor.hear)
-    sys.exit(supervisor.run())
+    with held_memory() as folder:
+        os.environ |= {MEMORY: folder} if folder else {}
+        sys.exit(supervisor.run())
 
 
 def read_settings(environ, workers):

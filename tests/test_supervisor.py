@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "scripts"))
 
 import supervisor  # noqa: E402
+from memory import held_memory  # noqa: E402
 
 RECIPE = str(ROOT / "configs" / "llama_tiny_cpu.yaml")
 TRAIN = [*supervisor.TRAIN, "--config", RECIPE, "parallelism.tensor_parallel=1", "parallelism.data_parallel_shard=-1"]
@@ -111,23 +112,30 @@ def test_a_job_goes_on_with_the_workers_that_there_are(tmp_path, monkeypatch, ca
 
 
 LAUNCH = """
-import signal, sys, time
+import os, signal, sys, time
 signal.signal(signal.SIGTERM, lambda *_: (open(sys.argv[1], "w").close(), sys.exit(75)))
-print("runs", flush=True)
+print(os.environ["MINDFORMERS_MEMORY"], flush=True)
 time.sleep(60)
 """
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGKILL, -9)])
 def test_a_launch_hears_of_the_end_of_its_supervisor(tmp_path, number, code):
+    """Whose memory goes with it, or, where it is killed, when there is another one."""
     words = [sys.executable, "-c", LAUNCH, "--command", tmp_path / "heard"]
     words = [sys.executable, supervisor.__file__, "--workers", "2", "--log_dir", tmp_path, "--launch", *words]
     with subprocess.Popen([*map(str, words)], stdout=subprocess.PIPE, env={**os.environ, "RESTARTS": "3"}) as process:
-        assert process.stdout.readline() == b"runs\n"
+        memory = Path(process.stdout.readline().decode().strip())
+        with held_memory():
+            assert (memory / ".lock").exists()
         process.send_signal(number)
         assert process.wait(20) == code
         assert process.stdout.read() == b""  # the launch has ended, and there is no other one
     assert (tmp_path / "heard").exists()
+    assert number == signal.SIGKILL or not memory.exists()
+    with held_memory() as own:
+        assert not memory.exists() and (Path(own) / ".lock").exists()
+    assert not Path(own).exists()
 
 
 class Samples:

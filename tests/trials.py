@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -28,6 +29,7 @@ from support.trial_points import PHASES
 SIGNALS = {signal.SIGKILL: 5, signal.SIGTERM: 3, signal.SIGSTOP: 3}  # of so many of all trials
 TARGETS = {"rank": 6, "scheduler": 1}
 DELAYS = {"starting": 6.0, "loading": 0.2, "saving": 0.0, "saving beside training": 0.8}  # seconds at most; else 0.05
+REPORTED = re.compile("Where the ranks are:|^SIGTERM: ", re.MULTILINE)
 STEPS, STAND_IN = 40, TESTS / "support" / "stand_in"
 RECIPE = {
     "training": {"steps": STEPS, "local_batch_size": 2, "global_batch_size": 8},
@@ -107,8 +109,11 @@ class Job:
         return self.output.read_text()[-3000:]
 
     def is_noticed(self):
-        """Whether a rank has told the error that it ends by, or the launcher that the scheduler is gone."""
-        return any(self.told.glob("end.*")) or "scheduler is gone" in self.output.read_text().rpartition("restart ")[2]
+        """Whether a rank of the start that runs has reported a hang or a death, or the launcher a dead scheduler."""
+        logs = (path.read_text(errors="replace") for path in self.told.parent.glob("worker_*.log"))
+        return "scheduler is gone" in self.output.read_text().rpartition("restart ")[2] or any(
+            map(REPORTED.search, logs)
+        )
 
     def events(self):
         """What it has done, as of `job_events`; saved beside training, a save is complete when it is written."""
@@ -169,9 +174,9 @@ def read_lines(path):
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-def draw(rng, ranks, is_async, after):
-    """A trial as of `trial_points`, for a job that has done so many steps."""
-    none = {"loading"} if after < 2 else set()  # there is no checkpoint
+def draw(rng, ranks, is_async, after, has_saved):
+    """A trial as of `trial_points`, for a job that has done so many steps, and has a checkpoint or not."""
+    none = set() if has_saved else {"loading"}
     none |= set() if is_async else {"saving beside training"}
     phase = rng.choice([phase for phase in PHASES if phase not in none])
     number, target = (rng.choices([*each], [*each.values()])[0] for each in (SIGNALS, TARGETS))
@@ -188,7 +193,7 @@ def draw(rng, ranks, is_async, after):
 def disturb(job, plan, seconds=300):
     """One trial, until the job is started again: a dict; None where the job has ended before.
 
-    `noticed` are the seconds from the signal until a process of the job has told, `ended` those until all have ended.
+    `noticed` are the seconds from the signal until a process has reported it, `ended` those until all have ended.
     """
     count, restarts = len(job.fired()), job.restarts()
     (job.points / "new").write_text(json.dumps(plan | {"number": count}))
@@ -229,7 +234,8 @@ def trials(folder, count, seed, say=print, kind=Job, ranks=4, of_a_job=25):
             job = kind(folder / "job", ranks, f"checkpoint.async_save={is_async}")
             while done < count and len(found) < of_a_job and job.process.poll() is None:
                 after = job.rows()[-1]["step"] if job.rows() else 0
-                if trial := disturb(job, draw(rng, ranks, is_async, after)):
+                has_saved = any((job.run / "checkpoint").glob("step_*[0-9]"))
+                if trial := disturb(job, draw(rng, ranks, is_async, after, has_saved)):
                     found.append(trial)
                     done += 1
                     say(

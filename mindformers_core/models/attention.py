@@ -120,21 +120,24 @@ class KeyValueCache(nn.Cell):
 _LOWEST = -3.4028234663852886e38  # of float32
 
 
-def causal_mask(length):
-    """Float32 tensor (length, length) to add to scores: the lowest number where the key is after the query, else 0."""
-    key = positions(length)
+def causal_mask(length, order=(0,)):
+    """Float32 tensor (length, length) to add to scores: the lowest number where the key is after the query, else 0.
+
+    The equal chunks of the sequence lie in this order.
+    """
+    key = positions(length, order)
     return ops.mul(ops.cast(ops.greater(key, ops.expand_dims(key, -1)), ms.float32), _LOWEST)
 
 
-def document_mask(places):
+def document_mask(own, places):
     """Float32 tensor (batch, 1, length, length) to add to scores: a query sees its document up to itself.
 
     Args:
-        places: int32 (batch, length): of every token its position in its document, whose tokens follow each other.
+        own: int32 (batch, length): of every token its position in its document.
+        places: int32 (length,) or (batch, length): of every token its place in the row.
     """
-    key = positions(places.shape[1])
-    query = ops.expand_dims(key, -1)
-    first = ops.sub(query, ops.expand_dims(places, -1))
+    key, query = ops.expand_dims(places, -2), ops.expand_dims(places, -1)
+    first = ops.sub(query, ops.expand_dims(own, -1))
     hidden = ops.logical_or(ops.greater(key, query), ops.less(key, first))
     return ops.mul(ops.cast(ops.expand_dims(hidden, 1), ms.float32), _LOWEST)
 

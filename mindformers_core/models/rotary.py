@@ -6,6 +6,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import ops
 
+from mindformers_core.batches import places_of
 from mindformers_core.models.rope_scaling import rotary_frequencies
 from mindformers_core.tensor_parallel.layers import cast_to
 
@@ -22,9 +23,9 @@ def rotary_tables(length, head_dim, theta, scaling=None):
 
 
 @ops.constexpr
-def positions(length):
-    """The int32 tensor 0 … length-1: a constant under `@ms.jit`."""
-    return ms.Tensor(np.arange(length, dtype=np.int32))
+def positions(length, order=(0,)):
+    """The int32 tensor 0 … length-1, its equal chunks in this order: a constant under `@ms.jit`."""
+    return ms.Tensor(places_of(order, length))
 
 
 def apply_rotary(x, cosines, sines):
@@ -47,5 +48,6 @@ def apply_rotary(x, cosines, sines):
 def _tables(length, head_dim, theta, scaling):
     """The tables as NumPy arrays, computed in float64: float32 angles of long sequences are inexact."""
     frequencies, amplitude = rotary_frequencies(length, head_dim, theta, scaling)
-    angles = np.tile(np.outer(np.arange(length), frequencies), 2)[:, None, :]
-    return (amplitude * np.cos(angles)).astype(np.float32), (amplitude * np.sin(angles)).astype(np.float32)
+    angles = np.outer(np.arange(length), frequencies)[:, None, :]
+    halves = ((amplitude * turn(angles)).astype(np.float32) for turn in (np.cos, np.sin))
+    return tuple(np.tile(half, 2) for half in halves)

@@ -30,18 +30,12 @@ from mindformers_core.sharding.replicas import check_replicas
 from mindformers_core.supervised import step_counter, tell
 from mindformers_core.trainer import records
 from mindformers_core.trainer.cells import build_cells, check_patterns, loss_scale_of, placed_of
-from mindformers_core.trainer.checkpoints import (
-    checkpointer_of,
-    going_on,
-    open_source,
-    reserve_memory,
-    resume,
-    save_job,
-)
+from mindformers_core.trainer.checkpoints import checkpointer_of, going_on, reserve_memory, save_job
 from mindformers_core.trainer.evaluation import evaluate
 from mindformers_core.trainer.joining import enter_world
 from mindformers_core.trainer.leaving import Leaving
 from mindformers_core.trainer.measuring import Pace, epochs, model_operations, peak_memory, waited
+from mindformers_core.trainer.memory import JobMemory
 from mindformers_core.trainer.recording import start_recording
 from mindformers_core.trainer.saving import Saving
 from mindformers_core.trainer.step import step_function
@@ -90,7 +84,9 @@ class Trainer:
         self.recipe = recipe = going_on(recipe)
         self.mesh = mesh = enter_world(recipe)[1] if mesh is None else mesh
         self.rank = world().rank
-        checkpoint = open_source(recipe)
+        self._memory = JobMemory(recipe, mesh, self.rank)
+        self.recipe, checkpoint = self._memory.newest(recipe)
+        recipe = self.recipe
         given = dataset_of(recipe) if dataset is None else dataset
         self.dataset = given_dataset(given, "Trainer(dataset=…)", recipe.data_seed, id_limits(recipe))
         self._held_out = dataset_of(evaluated(recipe)) if recipe.evaluation.interval else None
@@ -114,7 +110,7 @@ class Trainer:
         self._saving = Saving(recipe.checkpoint, ranks_of(mesh, self.rank), self.checkpointer)
         self._pace, self.compared = Pace(self.rank), None
         if checkpoint is not None:
-            resume(self, checkpoint)
+            self._memory.resume(self, checkpoint)
         if self.optimizer.average and self.step == 0:
             self.optimizer.average.begin()
         if recipe.monitor.perturb:
@@ -151,9 +147,11 @@ class Trainer:
             leaving = held.enter_context(Leaving(self.mesh, self.rank, section.grace))
             try:
                 reserve_memory(self)
+                self._memory.reserve(self)
                 self._compare_replicas(is_due=True)
                 while self.step < self.recipe.training.steps:
                     row = self.train_step()
+                    row.update(self._memory.take_facts())
                     at_end, is_due = self.step == self.recipe.training.steps, "not_finite" in row
                     is_logged = at_end or self.step % self.recipe.monitor.log_interval == 0
                     leaves = leaving.is_due(self.step, is_logged) and not at_end
@@ -177,7 +175,9 @@ class Trainer:
                                     row.update((f"average_{name}", each) for name, each in self.evaluate().items())
                         yield row
                     finally:
-                        recorder.add(row, is_due or at_end or leaves)
+                        recorder.add(row, is_due or at_end or leaves or self._memory.is_due(self))
+                    if self._memory.is_due(self):
+                        self._memory.keep(self)
                     if leaves:
                         leaving.leave(self.step, self.checkpointer.newest)
             except FloatingPointError:

@@ -120,7 +120,7 @@ class Points:
         """Put the places into the package's functions."""
         from mindformers_core.checkpoint import background, checkpointer, slices
         from mindformers_core.hangs.recorder import Recorder
-        from mindformers_core.trainer import passes, trainer
+        from mindformers_core.trainer import memory, passes, trainer
 
         points = self
 
@@ -148,7 +148,7 @@ class Points:
         self.before(trainer.Trainer, "train_step", begun, stepped)
         self.before(passes, "_several", ran)
         self.before(checkpointer.Checkpointer, "await_copies", lambda *_: points.passed("update"))
-        self.before(trainer, "resume", lambda *_: points.passed("loading"))
+        self.before(memory, "resume", lambda *_: points.passed("loading"))
         self.before(trainer, "save_job", after=lambda *_: points.event("save"))
         self.before(
             background.BackgroundSave, "start", after=lambda *_: points.passed("saving beside training")
