@@ -124,7 +124,7 @@ def test_the_cache_is_verified(slots):
     net = recipe.spec.build(recipe.model).set_train(False)
     net.add_caches(2, 9)
     ids, starts = padded([[3] * slots, [7] * max(1, slots - 2)], slots)
-    given = Tensor(ids), None, None, Tensor(np.arange(4, 4 + slots, dtype=np.int32)), Tensor(starts)
+    given = Tensor(ids), None, None, None, Tensor(np.arange(4, 4 + slots, dtype=np.int32)), Tensor(starts)
     check = verify(net, DeviceMesh((2, 2), ("dp", "tp")), *given, config=Parallelism())
     assert not check.faults, check.report()
     assert check.compared > 500
