@@ -9,7 +9,7 @@ register_operator("Attention", source=f"{attend.__module__}.attend", operations=
 _attention = custom_operator("Attention", attend)
 
 
-def attention(query, key, value, first, last, places, scale, order=None, reach=(None, None)):
+def attention(query, key, value, first, last, places, scale, order=None, reach=(None, None), exact=False):
     """Softmax attention of each query to the keys at its places, and the logarithm of softmax's sum.
 
     Every mask is a range of places for each query: query i sees key j where `first[i] <= places[j] < last[i]`. Causal:
@@ -35,4 +35,4 @@ def attention(query, key, value, first, last, places, scale, order=None, reach=(
         (batch, length, heads, value_size), of the dtype of `value`; and float32 (batch, heads, length), the lowest
         number where a query sees no key.
     """
-    return _attention(query, key, value, first, last, places, scale, order, reach)
+    return _attention(query, key, value, first, last, places, scale, order, reach, exact)
