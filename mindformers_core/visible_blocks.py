@@ -18,10 +18,11 @@ def place_runs(chunks, length):
 
 
 def visible_blocks(queries, keys, reach, is_exact, rows):
-    """Each block of queries with the ranges of keys that it may see: ((start, stop, ((start, stop, is_masked), …)), …).
+    """Each block of queries with the ranges of keys that it may see: ((start, stop, ranges), …).
 
-    All are indices, and cover all queries in order. Keys in a range that isn't masked are seen by all queries of the
-    block. The number and the sizes of blocks decide a computation's structure, and where they start its constants.
+    All are indices. Blocks cover all queries in order, and have at least one range ((start, stop, is_masked), …) of
+    keys: those that all queries of the block see, then those of which each query may see some. The number and the sizes
+    of blocks and ranges decide a computation's structure, and where they start its constants.
 
     Args:
         queries, keys: of `place_runs`.
@@ -29,31 +30,30 @@ def visible_blocks(queries, keys, reach, is_exact, rows):
         is_exact: whether each query sees all keys within its reach.
         rows: the greatest number of queries of a block.
     """
-    end = max((place + count for _, place, count in (*queries, *keys)), default=0)
+    end = max(place + count for _, place, count in (*queries, *keys))
     before, after = (end if each is None else each for each in reach)
     blocks = []
     for index, place, count in queries:
         for start in range(0, count, rows):
             stop = min(count, start + rows)
-            low, high = place + start, place + stop - 1  # of the block's places
-            seen = [low - before, high - before, low + after + 1, high + after + 1]
-            if not is_exact or seen[1] >= seen[2]:
-                seen[1:3] = seen[3], seen[3]  # nothing is seen by all
-            parts = zip(seen, seen[1:], (True, False, True))
-            blocks.append((index + start, index + stop, tuple(_ranges(list(parts), keys))))
+            low, high = place + start, place + stop - 1
+            some = low - before, high + after + 1
+            whole = (high - before, low + after + 1) if is_exact and high - before < low + after + 1 else some[1:] * 2
+            ranges = [
+                *_ranges(*whole, keys, False), *_ranges(some[0], whole[0], keys, True),
+                *_ranges(whole[1], some[1], keys, True),
+            ]  # fmt: skip
+            blocks.append((index + start, index + stop, tuple(ranges or [(0, 1, True)])))
     return tuple(blocks)
 
 
-def _ranges(parts, keys):
-    """Of ranges of places, those of the keys that lie there."""
-    for index, place, count in keys:
-        for start, stop, is_masked in parts:
-            start, stop = max(start, place), min(stop, place + count)
-            if start < stop:
-                yield start - place + index, stop - place + index, is_masked
+def _ranges(low, high, keys, is_masked):
+    """Ranges of the keys that lie at the places low … high - 1."""
+    parts = ((max(low, place), min(high, place + count), index - place) for index, place, count in keys)
+    return [(start + shift, stop + shift, is_masked) for start, stop, shift in parts if start < stop]
 
 
 def visible_share(blocks, key_length):
     """The part of all pairs of a query and a key that the blocks hold."""
-    pairs = sum((stop - start) * sum(b - a for a, b, _ in ranges) for start, stop, ranges in blocks)
-    return pairs / max(1, key_length * sum(stop - start for start, stop, _ in blocks))
+    pairs = sum((stop - start) * sum(high - low for low, high, _ in ranges) for start, stop, ranges in blocks)
+    return pairs / (key_length * sum(stop - start for start, stop, *_ in blocks))

@@ -16,7 +16,8 @@ LOWEST = -3.4028234663852886e38  # of float32: the logarithm of a sum of nothing
 _HIDDEN = -1e28  # of a score, for each place between a key and its query's range: the farthest, 2**31, is finite, too
 _SCORES = 1 << 20  # of a block, in all heads of a batch: they fit in a processor's cache
 _product, _by_rows, _of_columns = ops.BatchMatMul(), ops.BatchMatMul(False, True), ops.BatchMatMul(True, False)
-_largest = ops.ArgMaxWithValue(-1)
+_largest, _positive, _ones_like = ops.ArgMaxWithValue(-1), ops.ReLU(), ops.OnesLike()
+_cast, _sum = ops.Cast(), ops.ReduceSum()
 
 
 def attend_part(query, key, value, first, last, places, scale, blocks):
@@ -32,32 +33,27 @@ def attend_part(query, key, value, first, last, places, scale, blocks):
     batch, _, heads, _ = query.shape
     groups = key.shape[2]
     key, value = _by_groups(key, groups), _by_groups(value, groups)
+    places = _place_columns(places, batch)
     outputs, sums = [], []
     for start, stop, ranges in blocks:
         rows = _by_groups(query[:, start:stop], groups) * scale
-        output, total = _block(rows, key, value, first[:, start:stop], last[:, start:stop], places, ranges)
-        outputs.append(_by_tokens(output, stop - start, heads))
+        limits = _limits(first, last, batch, start, stop)
+        scores, values = [], []
+        for low, high, is_masked in ranges:
+            part = _by_rows(rows, key[:, :, low:high])
+            if is_masked:
+                part = part + _hidden(limits, places[:, low:high], rows)
+            scores.append(part)
+            values.append(value[:, :, low:high])
+        scores = _joined(scores, 3)
+        index, top = _largest(scores)
+        weights = ops.softmax(scores, -1)
+        top, largest = ops.expand_dims(top, 3), ops.gather_elements(weights, 3, ops.expand_dims(index, 3))
+        seen = _cast(ops.greater(top, _HIDDEN / 10), ms.float32)
+        total = (top - ops.log(largest)) * seen + (1.0 - seen) * LOWEST
+        outputs.append(_by_tokens(_product(weights, _joined(values, 2)) * seen, stop - start, heads))
         sums.append(ops.reshape(total, (batch, heads, stop - start)))
     return _joined(outputs, 1), _joined(sums, 2)
-
-
-def _block(rows, key, value, first, last, places, ranges):
-    """A block's output, and the logarithms of its sums (batch, groups, rows, 1)."""
-    if len(ranges) == 0:
-        nothing = ops.zeros_like(rows[:, :, :, :1])
-        return _product(nothing, ops.zeros_like(value[:, :, :1])), nothing + LOWEST
-    scores, values = [], []
-    for low, high, is_masked in ranges:
-        scores.append(_scores(rows, key, first, last, places, low, high, is_masked))
-        values.append(value[:, :, low:high])
-    scores = _joined(scores, 3)
-    index, top = _largest(scores)
-    weights = ops.softmax(scores, -1)
-    output = _product(weights, _joined(values, 2))
-    top = ops.expand_dims(top, 3)
-    total = top - ops.log(ops.gather_elements(weights, 3, ops.expand_dims(index, 3)))
-    seen = ops.cast(ops.greater(top, _HIDDEN / 10), ms.float32)
-    return output * seen, total * seen + (1.0 - seen) * LOWEST
 
 
 def attend_gradient(query, key, value, first, last, places, scale, blocks, sums, delta, gradient):
@@ -74,31 +70,35 @@ def attend_gradient(query, key, value, first, last, places, scale, blocks, sums,
     groups = key.shape[2]
     key, value = _by_groups(key, groups), _by_groups(value, groups)
     ones = ops.ones((*key.shape[:3], 1), ms.float32)
+    places = _place_columns(places, batch)
     keys, values = ops.cat((key, ones), 3), ops.cat((value, ones), 3)
     sums = ops.where(ops.less(sums, LOWEST / 10), -LOWEST / 10, sums)  # rows that see nothing: all weights are 0
     of_query, of_key, of_value = [], ops.zeros_like(key), ops.zeros_like(value)
     for start, stop, ranges in blocks:
         shape = batch, groups, heads // groups * (stop - start), 1
-        rows, of_rows = (_by_groups(each[:, start:stop], groups) for each in (query, gradient))
-        rows, result = rows * scale, ops.zeros_like(rows)
+        rows, of_rows = _by_groups(query[:, start:stop], groups) * scale, _by_groups(gradient[:, start:stop], groups)
+        result = ops.zeros_like(rows)
         shifted = ops.cat((rows, -ops.reshape(sums[:, :, start:stop], shape)), 3)
         of_shifted = ops.cat((of_rows, -ops.reshape(delta[:, :, start:stop], shape)), 3)
-        block = first[:, start:stop], last[:, start:stop], places
+        limits = _limits(first, last, batch, start, stop)
         for low, high, is_masked in ranges:
-            weights = ops.exp(_scores(shifted, keys, *block, low, high, is_masked))
+            scores = _by_rows(shifted, keys[:, :, low:high])
+            if is_masked:
+                scores = scores + _hidden(limits, places[:, low:high], rows)
+            weights = ops.exp(scores)
             of_scores = weights * _by_rows(of_shifted, values[:, :, low:high])
             result = result + _product(of_scores, key[:, :, low:high])
             of_key = _added(of_key, _of_columns(of_scores, rows), low, high)
             of_value = _added(of_value, _of_columns(weights, of_rows), low, high)
         of_query.append(_by_tokens(result * scale, stop - start, heads))
-    of_key, of_value = (_by_tokens(each, each.shape[2], groups) for each in (of_key, of_value))
-    return _joined(of_query, 1), of_key, of_value
+    of_key, of_value = _by_tokens(of_key, of_key.shape[2], groups), _by_tokens(of_value, of_key.shape[2], groups)
+    return ops.cat(of_query, 1), of_key, of_value
 
 
 def _by_groups(x, groups):
     """(batch, length, heads, size) as float32 (batch, groups, heads of a group * length, size)."""
     batch, length, heads, size = x.shape
-    x = ops.reshape(ops.cast(x, ms.float32), (batch, length, groups, heads // groups, size))
+    x = ops.reshape(_cast(x, ms.float32), (batch, length, groups, heads // groups, size))
     return ops.reshape(ops.transpose(x, (0, 2, 3, 1, 4)), (batch, groups, heads // groups * length, size))
 
 
@@ -107,25 +107,31 @@ def _by_tokens(x, length, heads):
     return ops.transpose(ops.reshape(x, (x.shape[0], heads, length, x.shape[3])), (0, 2, 1, 3))
 
 
-def _scores(rows, key, first, last, places, low, high, is_masked):
-    """The products of a block's rows with a range of keys; far below all others where a query doesn't see a key."""
-    scores = _by_rows(rows, key[:, :, low:high])
-    if not is_masked:
-        return scores
-    first, last = ops.expand_dims(ops.cast(first, ms.float32), 2), ops.expand_dims(ops.cast(last, ms.float32), 2)
-    places = ops.expand_dims(ops.cast(places[:, low:high], ms.float32), 2)
-    one, batch = ops.ones_like(first), max(first.shape[0], places.shape[0])
-    columns = _copies(ops.cat((ops.ones_like(places), places), 2), batch)
-    before = ops.relu(_by_rows(_copies(ops.cat((first, -one), 2), batch), columns))
-    after = ops.relu(_by_rows(_copies(ops.cat((one - last, one), 2), batch), columns))
-    hidden = ops.expand_dims((before + after) * _HIDDEN, 1)
-    hidden = ops.cat((hidden,) * (rows.shape[2] // first.shape[1]), 2)
-    return scores + _copies(ops.cat((hidden,) * rows.shape[1], 1), rows.shape[0])
+def _limits(first, last, batch, start, stop):
+    """The ranges of a block's queries: two factors of the distances before and after them (batch, rows, 2)."""
+    first, last = _columns(first[:, start:stop], batch), _columns(last[:, start:stop], batch)
+    one = _ones_like(first)
+    return ops.cat((first, -one), 2), ops.cat((one - last, one), 2)
 
 
-def _copies(x, batch):
-    """One row of a batch for all; a concatenation copies eight times as fast as what broadcasts."""
-    return x if x.shape[0] == batch else ops.cat((x,) * batch, 0)
+def _place_columns(places, batch):
+    """Places of keys, the other factor (batch, key_length, 2)."""
+    places = _columns(places, batch)
+    return ops.cat((_ones_like(places), places), 2)
+
+
+def _columns(x, batch):
+    """(batch or 1, length) as float32 (batch, length, 1)."""
+    return ops.expand_dims(_cast(ops.cat((x,) * (batch // x.shape[0]), 0), ms.float32), 2)
+
+
+def _hidden(limits, places, rows):
+    """What makes scores of keys that a query doesn't see lower than all others: (batch, groups, rows, keys)."""
+    before, after = limits
+    hidden = (_positive(_by_rows(before, places)) + _positive(_by_rows(after, places))) * _HIDDEN
+    batch, groups, count, _ = rows.shape
+    heads = ops.cat((ops.expand_dims(hidden, 1),) * (groups * count // hidden.shape[1]), 1)
+    return ops.reshape(heads, (batch, groups, count, places.shape[1]))
 
 
 def _joined(parts, dim):
@@ -134,12 +140,12 @@ def _joined(parts, dim):
 
 def _added(x, part, low, high):
     """`x` (batch, groups, length, size) with a part added to its tokens low … high - 1."""
-    parts = x[:, :, :low], x[:, :, low:high] + part, x[:, :, high:]
-    return _joined([each for each in parts if each.shape[2]], 2)
+    return ops.cat((x[:, :, :low], x[:, :, low:high] + part, x[:, :, high:]), 2)
 
 
 class _Attention(nn.Cell):
-    """`attend` for known blocks."""
+    """`attend_part` of all keys with its gradient. Results have a dim more: see "A compiled function that PyNative
+    differentiates" in docs/mindspore.md, and so are ranges and places float32."""
 
     def __init__(self, scale, blocks):
         super().__init__(auto_prefix=False)
@@ -147,17 +153,17 @@ class _Attention(nn.Cell):
 
     def construct(self, query, key, value, first, last, places):
         output, sums = attend_part(query, key, value, first, last, places, self.scale, self.blocks)
-        return ops.cast(output, value.dtype), sums
+        return ops.expand_dims(_cast(output, value.dtype), 0), ops.expand_dims(sums, 0)
 
     def bprop(self, query, key, value, first, last, places, out, dout):
-        (output, sums), (gradient, of_sums) = out, dout
-        delta = ops.sum(ops.cast(output, ms.float32) * ops.cast(gradient, ms.float32), 3)
+        output, sums, gradient, of_sums = out[0][0], out[1][0], dout[0][0], dout[1][0]
+        delta = _sum(_cast(output, ms.float32) * _cast(gradient, ms.float32), 3)
         delta = ops.transpose(delta, (0, 2, 1)) - of_sums
-        found = attend_gradient(
+        of_query, of_key, of_value = attend_gradient(
             query, key, value, first, last, places, self.scale, self.blocks, sums, delta, gradient
-        )  # fmt: skip
-        zeros = [ops.zeros_like(each) for each in (first, last, places)]
-        return *[ops.cast(each, of.dtype) for each, of in zip(found, (query, key, value))], *zeros
+        )
+        found = _cast(of_query, query.dtype), _cast(of_key, key.dtype), _cast(of_value, value.dtype)
+        return *found, ops.zeros_like(first), ops.zeros_like(last), ops.zeros_like(places)
 
 
 _attention_cell = cache(_Attention)
@@ -165,15 +171,18 @@ _attention_cell = cache(_Attention)
 
 def attend(query, key, value, first, last, places, scale, order=None, reach=(None, None), exact=False):
     """The operator `Attention`, whose arguments its function for models describes."""
-    blocks = _blocks(query.shape, key.shape, order, reach, exact)
-    return _attention_cell(scale, blocks)(query, key, value, first, last, places)
+    (batch, length, heads, _), (_, key_length, _, size) = query.shape, value.shape
+    cell = _attention_cell(scale, _blocks(query.shape, key.shape, order, reach, exact))
+    first, last, places = _cast(first, ms.float32), _cast(last, ms.float32), _cast(places, ms.float32)
+    output, sums = cell(query, key, value, first, last, places)
+    return ops.reshape(output, (batch, length, heads, size)), ops.reshape(sums, (batch, heads, length))
 
 
 @cache
 def _blocks(query, key, order, reach, is_exact):
     """`visible_blocks` of tensors of these shapes."""
     (batch, length, heads, _), key_length = query, key[1]
-    rows = max(16, min(length // 8, _SCORES // (batch * heads * key_length)))
+    rows = max(128, min(length // 8, _SCORES // (batch * heads * key_length)))
     if order is None:
         order, reach, is_exact = (0,), (None, None), False
     queries, keys = (place_runs(order, each // len(order)) for each in (length, key_length))
