@@ -2,7 +2,7 @@
 
 import numpy as np
 from mindspore import Tensor
-from support.verified_calls import Sample, eager, numbers, verified
+from support.verified_calls import numbers
 
 from mindformers_core.tensor_parallel.attention import attention
 
@@ -32,16 +32,3 @@ def test_ranges_of_places():
     seen = np.broadcast_to(total > 0, sums.shape)
     np.testing.assert_allclose(sums.asnumpy()[seen], np.log(total[total > 0]), rtol=1e-5, atol=1e-6)
     assert not output.asnumpy()[:, 3].any() and (sums.asnumpy()[~seen] < -1e38).all()
-
-
-def causal(query, key, value):
-    """Attention to keys up to one's own."""
-    places = Tensor(PLACES)
-    return attention(query, key, value, Tensor(np.zeros((1, 8), np.int32)), places + 1, places, 0.5)[0]
-
-
-def test_every_cut():
-    """Both engines, forward and backward, against one card."""
-    sample = Sample("", causal, (QUERY, KEY, VALUE), terms=False)
-    assert verified(sample) == ["cut_0_3", "cut_1_1", "cut_1_3", "cut_2_1", "cut_2_3"]  # are gathered
-    eager(sample)

@@ -169,7 +169,9 @@ class _Attention(nn.Cell):
 _attention_cell = cache(_Attention)
 
 
-def attend(query, key, value, first, last, places, scale, order=None, reach=(None, None), exact=False):
+def attend(
+    query, key, value, first, last, places, scale, order=None, reach=(None, None), exact=False, algorithm="auto"
+):
     """The operator `Attention`, whose arguments its function for models describes."""
     (batch, length, heads, _), (_, key_length, _, size) = query.shape, value.shape
     cell = _attention_cell(scale, _blocks(query.shape, key.shape, order, reach, exact))

@@ -1,15 +1,27 @@
 """Attention as one operator with a rule of its own, for keys in ranges of places."""
 
 from mindformers_core.algorithms.attention import attend
+from mindformers_core.algorithms.cut_attention import merge, ring
 from mindformers_core.dtensor.interception import custom_operator
-from mindformers_core.operators import register_operator
+from mindformers_core.operators import Algorithm, register_algorithm, register_operator
 from mindformers_core.operators.rules.attention import attention_operations, ranged_attention
 
-register_operator("Attention", source=f"{attend.__module__}.attend", operations=attention_operations)(ranged_attention)
+_ALGORITHMS = (
+    Algorithm("attention_ring", "keys and values go round; outputs are merged by their sums", True, ring),
+    Algorithm("attention_merge", "outputs of the parts of the keys are merged by their sums", True, merge),
+)
+for _algorithm in _ALGORITHMS:
+    register_algorithm(_algorithm)
+register_operator(
+    "Attention", source=f"{attend.__module__}.attend", operations=attention_operations,
+    algorithms=tuple(each.name for each in _ALGORITHMS),
+)(ranged_attention)  # fmt: skip
 _attention = custom_operator("Attention", attend)
 
 
-def attention(query, key, value, first, last, places, scale, order=None, reach=(None, None), exact=False):
+def attention(
+    query, key, value, first, last, places, scale, order=None, reach=(None, None), exact=False, algorithm="auto"
+):
     """Softmax attention of each query to the keys at its places, and the logarithm of softmax's sum.
 
     Every mask is a range of places for each query: query i sees key j where `first[i] <= places[j] < last[i]`. Causal:
@@ -30,9 +42,12 @@ def attention(query, key, value, first, last, places, scale, order=None, reach=(
             that no query sees aren't computed. It is the caller's word, and must be true of `first`, `last`, `places`.
         reach: (before, after): the greatest distances from a query's own place to keys before and after it that it may
             see; None: any. `(None, 0)` for causal masks, `(w - 1, 0)` for windows.
+        exact: whether each query sees all keys within its reach. Default: no.
+        algorithm: where an axis cuts the sequence: `gather` (of keys and values), `ring` (keys and values go round),
+            `all_to_all` (the axis cuts heads in the sequence's place: it divides key_value_heads), or `auto`, by price.
 
     Returns:
         (batch, length, heads, value_size), of the dtype of `value`; and float32 (batch, heads, length), the lowest
         number where a query sees no key.
     """
-    return _attention(query, key, value, first, last, places, scale, order, reach, exact)
+    return _attention(query, key, value, first, last, places, scale, order, reach, exact, algorithm)

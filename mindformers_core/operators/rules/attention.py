@@ -7,6 +7,7 @@ operator are told apart by their places, its primitive's attributes behind its t
 from dataclasses import replace
 from functools import partial
 
+from mindformers_core.hints import nearest
 from mindformers_core.operators.registry import NO_GRADIENT, register_operator
 from mindformers_core.operators.rules.dims import equation
 from mindformers_core.operators.signature import LocalCall, TensorMeta, tensors_in
@@ -162,14 +163,46 @@ def fused_infer_attention(*args):
     return _attention(args, 24, 28, (3, 4), (5, 6), 29, after=("one" if args[34] else "none",))
 
 
-def ranged_attention(query, key, value, first, last, places, *_):
-    """The `Signature` of the operator `Attention`: batch, heads and queries are parallel, keys are whole."""
+_WAYS = {  # of attention to a cut sequence -> attributes of its `Signature`, and further factors that are whole
+    "gather": ({}, ("t",)),
+    "ring": ({"joint": {("s", "t"): "attention_ring"}}, ("s", "t")),
+    "all_to_all": ({"offers": (("g",),)}, ("s", "t")),
+    "auto": (
+        {
+            "joint": {("s", "t"): "attention_ring"},
+            "offers": (("g",),),
+            "distributed": {"t": "attention_merge"},
+        },
+        (),
+    ),
+}
+
+
+def ranged_attention(
+    query, key, value, first, last, places, scale, order=None, reach=(), exact=False, algorithm="auto"
+):
+    """The `Signature` of the operator `Attention`.
+
+    Batch and heads are parallel. Where queries are cut, keys are gathered, or all go round in a ring, or an axis cuts
+    heads in their place; where keys alone are, outputs are merged.
+    """
     row = {1: "1"}
     texts = [f"{row.get(x.shape[0], 'b')} {dim}" for x, dim in ((first, "s"), (last, "s"), (places, "t"))]
     heads, groups = query.shape[2], key.shape[2]
     if heads % groups:
         raise ValueError(f"{heads} heads of query {query.shape} don't divide by the {groups} of key {key.shape}")
+    if algorithm not in _WAYS:
+        raise ValueError(
+            f"unknown algorithm {algorithm!r}: choose one of {', '.join(_WAYS)}{nearest(algorithm, _WAYS)}"
+        )
     inputs = f"b s g*r d, b t g d, b t g v, {', '.join(texts)}"
     tensors = query, key, value, first, last, places
+    ways, whole = _WAYS[algorithm]
     sizes = {"g": groups, "r": heads // groups}
-    return equation(f"{inputs} -> b s g*r v, b g*r s", *tensors, sizes=sizes, whole=("t", "d", "v"))
+    plain = equation(f"{inputs} -> b s g*r v, b g*r s", *tensors, sizes=sizes, whole=("d", "v", *whole), reduced={})
+    return replace(plain, local=LocalCall(localize=partial(_without_order, sizes | plain.sizes)), **ways)
+
+
+def _without_order(sizes, args, shapes):
+    """The arguments of a call for a part of the queries, whose chunks aren't those of the keys."""
+    return args if shapes[0][1] == sizes["s"] else (*args[:7], None, *args[8:])
