@@ -5,7 +5,6 @@ from mindspore import Parameter, nn, ops
 from mindspore.common.initializer import initializer
 
 from mindformers_core.layout import layout
-from mindformers_core.models.positions import static_ranges
 from mindformers_core.models.rotary import apply_rotary
 from mindformers_core.tensor_parallel.attention import attention
 from mindformers_core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, gathered_layout
@@ -19,8 +18,8 @@ class LlamaAttention(nn.Cell):
         weight_init: initializer of the projections.
 
     Attributes:
-        cache: a `KeyValueCache` where the model generates, else None. Calls with slots, behind three ranges, attend to
-            what it holds; others to their own keys and values.
+        cache: a `KeyValueCache` where the model generates, else None. Calls with `slots` attend to all that it holds,
+            others to their own keys and values.
     """
 
     def __init__(self, config, weight_init):
@@ -41,49 +40,35 @@ class LlamaAttention(nn.Cell):
         """The hidden states are gathered once for all three projections."""
         return {"hidden_states": gathered_layout(config)}, None, None
 
-    def construct(self, hidden_states, cosines, sines, *ranges):
+    def construct(self, hidden_states, cosines, sines, first, last, places, order, exact, slots=None):
         batch, length, _ = hidden_states.shape
         query = ops.reshape(self.q_proj(hidden_states), (batch, length, self.num_heads, self.head_dim))
         key = ops.reshape(self.k_proj(hidden_states), (batch, length, self.num_key_value_heads, self.head_dim))
         value = ops.reshape(self.v_proj(hidden_states), (batch, length, self.num_key_value_heads, self.head_dim))
         query, key = apply_rotary(query, cosines, sines), apply_rotary(key, cosines, sines)
-        if len(ranges) == 4:
-            key, value = self.cache(key, value, ranges[3])
-        return self.o_proj(self.core_attention(query, key, value, *ranges[:3]))
+        if slots is not None:
+            key, value = self.cache(key, value, slots)
+        return self.o_proj(self.core_attention(query, key, value, first, last, places, order, exact))
 
 
 class CoreAttention(nn.Cell):
     """Attention between its projections, without parameters: the part that selective recomputation recomputes.
 
     Inputs are queries (batch, length, heads, head_dim), keys and values (batch, length, key_value_heads, head_dim), and
-    ranges of places: none, where each token sees those up to its own, as the order says; `(first,)`, the first place
-    that each sees, of these; or all that `attention` takes, `(first, last, places)`. The output is (batch, length,
-    heads * head_dim). The name is Megatron-LM's (Korthikanti et al., "Reducing Activation Recomputation in Large
-    Transformer Models", 2022).
+    what `places_seen` gives; the output is (batch, length, heads * head_dim). The name is Megatron-LM's (Korthikanti et
+    al., "Reducing Activation Recomputation in Large Transformer Models", 2022).
 
     Args:
         config: a `LlamaConfig`.
-
-    Attributes:
-        order: of the equal chunks of every sequence, see `static_order`.
     """
 
     def __init__(self, config):
         super().__init__()
-        self.scale, self.order = config.head_dim**-0.5, (0,)
+        self.scale = config.head_dim**-0.5
 
-    def construct(self, query, key, value, *ranges):
+    def construct(self, query, key, value, first, last, places, order, exact):
         batch, length, heads, head_dim = query.shape
-        first, last, places = static_ranges(key.shape[1], self.order)
-        order = self.order
-        if len(ranges) == 1:
-            first = ranges[0]
-        elif len(ranges) == 3:
-            first, last, places = ranges
-            order = None
-        mixed, _ = attention(
-            query, key, value, first, last, places, self.scale, order, (None, 0), len(ranges) == 0
-        )
+        mixed, _ = attention(query, key, value, first, last, places, self.scale, order, (None, 0), exact)
         return ops.reshape(mixed, (batch, length, heads * head_dim))
 
 

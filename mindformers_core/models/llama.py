@@ -5,7 +5,7 @@ from mindspore import nn, ops
 from mindspore.common.initializer import Normal
 
 from mindformers_core.layout import layout
-from mindformers_core.models.attention import CoreAttention, KeyValueCache, LlamaAttention
+from mindformers_core.models.attention import KeyValueCache, LlamaAttention
 from mindformers_core.models.positions import places_seen
 from mindformers_core.models.rotary import rotary_tables
 from mindformers_core.models.spec import LayerRange, ModuleSpec, build_module
@@ -67,9 +67,9 @@ class LlamaDecoderLayer(nn.Cell):
         self.post_attention_layernorm = norm(config.hidden_size, **settings)
         self.mlp = mlp(config, weight_init)
 
-    def construct(self, hidden_states, cosines, sines, *ranges):
+    def construct(self, hidden_states, cosines, sines, *seen):
         normed = self.input_layernorm(hidden_states)
-        hidden_states = ops.add(hidden_states, self.self_attn(normed, cosines, sines, *ranges))
+        hidden_states = ops.add(hidden_states, self.self_attn(normed, cosines, sines, *seen))
         return ops.add(hidden_states, self.mlp(self.post_attention_layernorm(hidden_states)))
 
 
@@ -127,9 +127,8 @@ class LlamaModel(nn.Cell):
         own, ranges = places_seen(length, self.order, positions, places, slots, starts)
         if own is not None:
             cosines, sines = ops.gather(cosines, own, 0), ops.gather(sines, own, 0)
-        context = cosines, sines, *ranges, *(() if slots is None else (slots,))
         for layer in self.layers.values():
-            hidden_states = layer(hidden_states, *context)
+            hidden_states = layer(hidden_states, cosines, sines, *ranges, slots)
         return hidden_states if self.norm is None else self.norm(hidden_states)
 
 
@@ -166,9 +165,6 @@ class LlamaForCausalLM(nn.Cell):
     def order_chunks(self, order):
         """Say in which order the equal chunks of every sequence lie, labels and positions as well: `static_order`."""
         self.model.order = order
-        for _, cell in self.cells_and_names():
-            if isinstance(cell, CoreAttention):
-                cell.order = order
 
     def add_caches(self, batch, length):
         """Give every layer a `KeyValueCache` of `length` slots for `batch` rows."""

@@ -20,20 +20,20 @@ def places_seen(length, order, positions=None, places=None, slots=None, starts=N
         starts: of every row, (batch,), its first slot that isn't padding.
 
     Returns:
-        Positions in documents (batch, tokens) or (tokens,), None for 0 … length - 1, and ranges as `CoreAttention`
-        takes them.
+        Positions in documents, (batch, tokens) or (tokens,), None for 0 … length - 1; and (first, last, places, order,
+        exact), see `attention`.
     """
     if slots is not None:
         starts = ops.expand_dims(starts, -1)
         first = ops.broadcast_to(starts, (starts.shape[0], slots.shape[0]))
         own = ops.relu(ops.sub(slots, starts))  # those of padding don't matter
-        return own, (first, ops.expand_dims(ops.add(slots, 1), 0), static_ranges(length)[2])
+        return own, (first, ops.expand_dims(ops.add(slots, 1), 0), static_ranges(length)[2], None, False)
+    first, last, known = static_ranges(length, order)
     if places is None and positions is None:
-        return (None if order == (0,) else static_ranges(length, order)[2][0]), ()
-    known = static_ranges(length, order)[2] if places is None else places
-    first = ops.sub(known, known if positions is None else positions)
+        return (None if len(order) == 1 else known[0]), (first, last, known, order, True)
+    known = known if places is None else places
     own = known if positions is None else positions
-    return own, ((first,) if places is None else (first, ops.add(places, 1), places))
+    return own, (ops.sub(known, own), ops.add(known, 1), known, order if places is None else None, False)
 
 
 @ops.constexpr
