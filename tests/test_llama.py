@@ -203,9 +203,11 @@ def test_layer_spec_replaces_a_part():
 
 def test_hooks_name_the_batch_only_where_the_config_does():
     model = small_model()
-    assert model.shard(None) == (dict.fromkeys(("input_ids", "labels", "positions")), None, None)
+    names = "input_ids", "labels", "positions", "places"
+    assert model.shard(None) == (dict.fromkeys(names), None, None)
     inputs, outputs, weights = model.shard(SimpleNamespace(batch_axes=("dp", "cp")))
-    assert inputs == dict.fromkeys(("input_ids", "labels", "positions"), layout(("dp", "cp"), ...))
+    assert inputs == dict.fromkeys(names, layout(("dp", "cp"), ...))
+    assert model.shard(SimpleNamespace(sequence_axes="cp"))[0] == dict.fromkeys(names, layout(..., "cp"))
     assert outputs is None and weights is None
     layer = next(iter(model.model.layers.values()))
     sequence_parallel = SimpleNamespace(sequence_parallel=True)
