@@ -1,25 +1,20 @@
 """Attention as one operator with a rule of its own, for keys in ranges of places."""
 
-from math import prod
-
 from mindformers_core.algorithms.attention import attend
 from mindformers_core.algorithms.cut_attention import merge, ring
 from mindformers_core.dtensor.interception import custom_operator
 from mindformers_core.operators import Algorithm, register_algorithm, register_operator
 from mindformers_core.operators.rules.attention import attention_operations, ranged_attention
-from mindformers_core.operators.saved import FLOATS, SavedByOperator
+from mindformers_core.operators.saved import ALL, SavedByOperator
 
 _ALGORITHMS = (
     Algorithm("attention_ring", "keys and values go round; outputs are merged by their sums", True, ring),
     Algorithm("attention_merge", "outputs of the parts of the keys are merged by their sums", True, merge),
 )
-_SAVES = SavedByOperator(  # queries, keys, values and both results; ranges and places in float32
-    FLOATS, outputs=FLOATS, internal=lambda operands, results: [4 * prod(each.shape) for each in operands[3:6]]
-)
 for _algorithm in _ALGORITHMS:
     register_algorithm(_algorithm)
 register_operator(
-    "Attention", source=f"{attend.__module__}.attend", saves=_SAVES, operations=attention_operations,
+    "Attention", source=f"{attend.__module__}.attend", saves=SavedByOperator(ALL, outputs=(0, 1)), operations=attention_operations,
     algorithms=tuple(each.name for each in _ALGORITHMS),
 )(ranged_attention)  # fmt: skip
 _attention = custom_operator("Attention", attend)
