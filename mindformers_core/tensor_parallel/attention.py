@@ -14,8 +14,8 @@ _ALGORITHMS = (
 for _algorithm in _ALGORITHMS:
     register_algorithm(_algorithm)
 register_operator(
-    "Attention", source=f"{attend.__module__}.attend", saves=SavedByOperator(ALL, outputs=(0, 1)), operations=attention_operations,
-    algorithms=tuple(each.name for each in _ALGORITHMS),
+    "Attention", source=f"{attend.__module__}.attend", saves=SavedByOperator(ALL, outputs=(0, 1)),
+    operations=attention_operations, algorithms=tuple(each.name for each in _ALGORITHMS),
 )(ranged_attention)  # fmt: skip
 _attention = custom_operator("Attention", attend)
 
