@@ -9,6 +9,7 @@ from functools import partial, wraps
 from mindspore import Parameter, Tensor, ops
 
 from mindformers_core import mindspore_private as private
+from mindformers_core.algorithms.compiled import in_graph
 from mindformers_core.algorithms.draws import draw_whole
 from mindformers_core.algorithms.dropout import WITHOUT_SEEDS
 from mindformers_core.communication.world import process_state
@@ -62,6 +63,8 @@ def custom_operator(name, function):
     operator = _operator(name, function)
 
     def call(*args):
+        if in_graph():  # of one card: a capture has other programs compiled
+            return function(*args)
         for tensor in args:
             if _is_dispatched(tensor):
                 return tensor.__fallback__(operator, args, {})

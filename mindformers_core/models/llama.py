@@ -5,8 +5,9 @@ from mindspore import nn, ops
 from mindspore.common.initializer import Normal
 
 from mindformers_core.layout import layout
-from mindformers_core.models.attention import KeyValueCache, LlamaAttention, causal_mask, document_mask, slot_mask
-from mindformers_core.models.rotary import positions as places_of_tokens, rotary_tables
+from mindformers_core.models.attention import KeyValueCache, LlamaAttention
+from mindformers_core.models.positions import places_seen
+from mindformers_core.models.rotary import rotary_tables
 from mindformers_core.models.spec import LayerRange, ModuleSpec, build_module
 from mindformers_core.tensor_parallel.fp8 import get_fp8_context
 from mindformers_core.tensor_parallel.layers import (
@@ -66,9 +67,9 @@ class LlamaDecoderLayer(nn.Cell):
         self.post_attention_layernorm = norm(config.hidden_size, **settings)
         self.mlp = mlp(config, weight_init)
 
-    def construct(self, hidden_states, cosines, sines, mask, *slots):
+    def construct(self, hidden_states, cosines, sines, *seen):
         normed = self.input_layernorm(hidden_states)
-        hidden_states = ops.add(hidden_states, self.self_attn(normed, cosines, sines, mask, *slots))
+        hidden_states = ops.add(hidden_states, self.self_attn(normed, cosines, sines, *seen))
         return ops.add(hidden_states, self.mlp(self.post_attention_layernorm(hidden_states)))
 
 
@@ -124,19 +125,11 @@ class LlamaModel(nn.Cell):
         length = input_ids.shape[1] if slots is None else self.cache_length
         config = self.config
         cosines, sines = rotary_tables(length, config.head_dim, config.rope_theta, config.rope_scaling)
-        if slots is None:
-            known = places_of_tokens(length, self.order) if places is None else places
-            own = known if positions is None else positions
-            if places is not None or positions is not None or len(self.order) > 1:
-                cosines, sines = ops.gather(cosines, own, 0), ops.gather(sines, own, 0)
-            is_plain = places is None and positions is None
-            context = cosines, sines, causal_mask(length, self.order) if is_plain else document_mask(own, known)
-        else:
-            places = ops.relu(ops.sub(slots, ops.expand_dims(starts, -1)))  # those of padding don't matter
-            cosines, sines = ops.gather(cosines, places, 0), ops.gather(sines, places, 0)
-            context = cosines, sines, slot_mask(slots, starts, length), slots
+        own, ranges = places_seen(length, self.order, positions, places, slots, starts)
+        if own is not None:
+            cosines, sines = ops.gather(cosines, own, 0), ops.gather(sines, own, 0)
         for layer in self.layers.values():
-            hidden_states = layer(hidden_states, *context)
+            hidden_states = layer(hidden_states, cosines, sines, *ranges, slots)
         return hidden_states if self.norm is None else self.norm(hidden_states)
 
 

@@ -6,7 +6,6 @@ import mindspore as ms
 import numpy as np
 from mindspore import ops
 
-from mindformers_core.batches import places_of
 from mindformers_core.models.rope_scaling import rotary_frequencies
 from mindformers_core.tensor_parallel.layers import cast_to
 
@@ -20,12 +19,6 @@ def rotary_tables(length, head_dim, theta, scaling=None):
     """
     cosines, sines = _tables(length, head_dim, theta, scaling)
     return ms.Tensor(cosines), ms.Tensor(sines)
-
-
-@ops.constexpr
-def positions(length, order=(0,)):
-    """The int32 tensor 0 … length-1, its equal chunks in this order: a constant under `@ms.jit`."""
-    return ms.Tensor(places_of(order, length))
 
 
 def apply_rotary(x, cosines, sines):

@@ -5,6 +5,7 @@ from mindformers_core.algorithms.cut_attention import merge, ring
 from mindformers_core.dtensor.interception import custom_operator
 from mindformers_core.operators import Algorithm, register_algorithm, register_operator
 from mindformers_core.operators.rules.attention import attention_operations, ranged_attention
+from mindformers_core.operators.saved import ALL, SavedByOperator
 
 _ALGORITHMS = (
     Algorithm("attention_ring", "keys and values go round; outputs are merged by their sums", True, ring),
@@ -13,8 +14,8 @@ _ALGORITHMS = (
 for _algorithm in _ALGORITHMS:
     register_algorithm(_algorithm)
 register_operator(
-    "Attention", source=f"{attend.__module__}.attend", operations=attention_operations,
-    algorithms=tuple(each.name for each in _ALGORITHMS),
+    "Attention", source=f"{attend.__module__}.attend", saves=SavedByOperator(ALL, outputs=(0, 1)),
+    operations=attention_operations, algorithms=tuple(each.name for each in _ALGORITHMS),
 )(ranged_attention)  # fmt: skip
 _attention = custom_operator("Attention", attend)
 
