@@ -31,7 +31,7 @@ def attentions(check):
 @pytest.mark.parametrize(
     "algorithm, cut, found",
     [
-        ("gather", (1, 1), (None, ROWS, WHOLE)),
+        ("gather", (1, 1), ("attention_gather", ROWS, WHOLE)),
         ("ring", (1, 1), ("attention_ring", ROWS, ROWS)),
         ("all_to_all", (1, 1), (None, HEADS, HEADS)),
         ("auto", (2, 1), (None, HEADS, HEADS)),

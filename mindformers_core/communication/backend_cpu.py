@@ -32,6 +32,9 @@ class CpuCollective(raw.RawCollective):
         self.op = arguments[-1]  # of a reduction
         self.combine = _COMBINE.get(self.op)
         self.empty = Tensor(-0.0, mstype.float32)
+        self.origin = self.index  # of a permute: what this place gets; its own where that is nothing
+        if kind == "permute" and arguments[1][self.index] is not None:
+            self.origin = arguments[1][self.index]
 
     def eager(self, x):
         return getattr(self, f"eager_{self.kind}")(x, *self.arguments)
@@ -70,10 +73,13 @@ class CpuCollective(raw.RawCollective):
         return ops.cat(self._exchange({place: chunk(x, place, self.size, to_dim) for place in range(self.size)}), dim)
 
     def permute(self, x, destinations, origins):
-        return ops.reshape(chunk(self.all_gather(ops.unsqueeze(x, 0), 0), origins[self.index], self.size, 0), x.shape)
+        found = ops.reshape(chunk(self.all_gather(ops.unsqueeze(x, 0), 0), self.origin, self.size, 0), x.shape)
+        return found * ops.cast(self.got, x.dtype) if self.has_idle else found
 
     def eager_permute(self, x, destinations, origins):
-        return self._exchange({destinations[self.index]: x}, [origins[self.index]])[0]
+        parts = {self.index: x} | ({destinations[self.index]: x} if self.sends else {})
+        found = self._exchange(parts, [self.origin])[0]
+        return _ZEROS_LIKE(x) if origins[self.index] is None else found
 
     def _exchange(self, parts, origins=None):
         """Give `parts[place]` to each place, the nearest first; a list of what the places `origins`, or all, give."""

@@ -1,0 +1,59 @@
+"""Blocks of queries, and the ranges of keys that each sees, where places are known before a call. Pure Python."""
+
+
+def place_runs(chunks, length):
+    """Runs of tokens whose places follow each other, each (index of its first token, the token's place, count).
+
+    Args:
+        chunks: numbers of the chunks in order of appearance, of all or of a part of a sequence.
+        length: of a chunk, in tokens.
+    """
+    runs = []
+    for index, chunk in enumerate(chunks):
+        if runs and sum(runs[-1][1:]) == chunk * length:
+            runs[-1] = (*runs[-1][:2], runs[-1][2] + length)
+        else:
+            runs.append((index * length, chunk * length, length))
+    return tuple(runs)
+
+
+def visible_blocks(queries, keys, reach, is_exact, rows):
+    """Each block of queries with the ranges of keys that it may see: ((start, stop, ranges), …).
+
+    All are indices. Blocks cover all queries in order, and have at least one range ((start, stop, is_masked), …) of
+    keys: those that all queries of the block see, then those of which each query may see some. The number and the sizes
+    of blocks and ranges decide a computation's structure, and where they start its constants.
+
+    Args:
+        queries, keys: of `place_runs`.
+        reach: (before, after), see `attention`.
+        is_exact: whether each query sees all keys within its reach.
+        rows: the greatest number of queries of a block.
+    """
+    end = max(place + count for _, place, count in (*queries, *keys))
+    before, after = (end if each is None else each for each in reach)
+    blocks = []
+    for index, place, count in queries:
+        for start in range(0, count, rows):
+            stop = min(count, start + rows)
+            low, high = place + start, place + stop - 1
+            some = low - before, high + after + 1
+            whole = (high - before, low + after + 1) if is_exact and high - before < low + after + 1 else some[1:] * 2
+            ranges = [
+                *_ranges(*whole, keys, False), *_ranges(some[0], whole[0], keys, True),
+                *_ranges(whole[1], some[1], keys, True),
+            ]  # fmt: skip
+            blocks.append((index + start, index + stop, tuple(ranges or [(0, 1, True)])))
+    return tuple(blocks)
+
+
+def _ranges(low, high, keys, is_masked):
+    """Ranges of the keys that lie at the places low … high - 1."""
+    parts = ((max(low, place), min(high, place + count), index - place) for index, place, count in keys)
+    return [(start + shift, stop + shift, is_masked) for start, stop, shift in parts if start < stop]
+
+
+def visible_share(blocks, key_length):
+    """The part of all pairs of a query and a key that the blocks hold."""
+    pairs = sum((stop - start) * sum(high - low for low, high, _ in ranges) for start, stop, ranges in blocks)
+    return pairs / (key_length * sum(stop - start for start, stop, *_ in blocks))
