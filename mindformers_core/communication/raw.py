@@ -13,7 +13,7 @@ from its structure. So ranks differ in constants only, never in the operators of
 from contextlib import nullcontext
 from math import prod
 
-from mindspore import Tensor, dtype as mstype, nn, ops
+from mindspore import dtype as mstype, nn, ops
 
 from mindformers_core.communication.counter import record
 from mindformers_core.communication.local import chunk
@@ -39,7 +39,6 @@ class RawCollective(nn.Cell):
         self.sends, self.has_idle = True, False  # whether this place sends, and whether any doesn't
         if kind == "permute":  # its tables of all places are too long to show
             self.sends, self.has_idle = arguments[0][self.index] is not None, None in arguments[0]
-            self.got = Tensor(0 if arguments[1][self.index] is None else 1, mstype.int32)
             is_ring = self.has_idle or arguments == ring(self.size, arguments[0][0])
             arguments = [f"to {arguments[0]}" if self.has_idle else f"by {arguments[0][0]}"] * is_ring
         self.options = ", ".join(map(str, arguments))  # what all ranks have to agree on

@@ -60,6 +60,7 @@ class _FunctionWriter:
         self.deferral = module.deferrals.get(plan, NOTHING_DEFERRED)
         self.places = {id(node): place for place, node in enumerate(plan.graph.nodes)}
         self.keeper = None  # of the instruction that is written now
+        self.number = 0  # of collectives: see `collective_source`
 
     def lines(self, name):
         """The lines of `def name(self, …)`."""
@@ -203,7 +204,7 @@ class _FunctionWriter:
             self.module.imports |= {"import mindspore as ms", "from mindspore import ops"}
             expression = f"ops.cast({source}, ms.{wire_dtype(dtype)})"
         for step in steps:
-            expression = f"{self.module.collective(step)}({expression})"
+            expression = f"{self.module.collective(step, self.number)}({expression})"
         if wire_dtype(dtype) != dtype:
             expression = f"ops.cast({expression}, ms.bool_)"
         *_, after = (hint for step in steps if (hint := STEP_KINDS[step.kind].hint))  # a view is around other steps

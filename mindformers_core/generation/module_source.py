@@ -207,9 +207,9 @@ class ModuleWriter:
         self.constants[name] = constant
         return name
 
-    def collective(self, step):
-        """Name of the object that carries out a step."""
-        text = collective_source(step, len(self._collectives) if self._separate else 0)
+    def collective(self, step, number=0):
+        """Name of the object that carries out a step; `number`: see `collective_source`."""
+        text = collective_source(step, len(self._collectives) if self._separate else number)
         return self._object(self._collectives, collective_name(step), text)
 
     def own_gradient(self, plan, lines):

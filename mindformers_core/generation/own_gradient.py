@@ -1,7 +1,8 @@
 """Source of a distributed algorithm with its own gradient: a Cell with a `bprop`.
 
-MindSpore's compiler mixes up the results of several calls of one Cell, and can't differentiate where integers pass (see
-docs/mindspore.md). So within the Cell results have a dim more, in front, and integers come as float32.
+MindSpore's compiler mixes up the results of several calls of one Cell, can't differentiate where integers pass, and
+fails at a function with a branch that `construct` and `bprop` both reach (see docs/mindspore.md). So within the Cell
+results have a dim more, in front, integers come as float32, and the two call collectives of their own.
 """
 
 from mindformers_core.operators.signature import is_float
@@ -27,7 +28,7 @@ def own_gradient_lines(plan, writer):
     places = [*range(len(plan.outputs))] * 2
 
     def method(name, more, end):
-        writer.body = []
+        writer.body, writer.number = [], len(more)
         taken = [
             variable if is_float(value.dtype) else writer.assign(variable, f"ops.cast({variable}, ms.{value.dtype})")
             for value, variable in zip(given, inputs)

@@ -12,10 +12,8 @@ from functools import cache
 import numpy as np
 from mindspore import Tensor, dtype as mstype, ops
 
-from mindformers_core.algorithms.attention import LOWEST
 from mindformers_core.algorithms.attention_parts import add_part, part_gradient
 from mindformers_core.dtensor.interception import custom_operator
-from mindformers_core.dtypes import dtype_name
 from mindformers_core.sequence_exchange import chunk_blocks, chunk_order, exchanges
 
 _add_part = custom_operator("AttentionPart", add_part)
@@ -57,11 +55,11 @@ class _Ring:
     """Parts of keys, of which each rank has one; tensors are lists of chunks."""
 
     def __init__(self, context, each):
-        self.context, self.each = context, each
+        self.context, self.each, self.count = context, each, each
 
     def take(self, x, exchange):
         """The chunks of the rank whose part comes at this distance; None for those that nobody needs."""
-        chunks = zip(_chunks(x, self.each), exchange.givers)
+        chunks = zip(x, exchange.givers)
         return [self.context.shift(chunk, exchange.distance, givers) if givers else None for chunk, givers in chunks]
 
     def total(self, found, exchanged):
@@ -80,13 +78,13 @@ class _Gathered:
     """All keys, which each rank has."""
 
     def __init__(self, context, each):
-        self.context, self.each = context, each
+        self.context, self.each, self.count = context, each, each * context.count
 
     def take(self, x, exchange):
         """As of `_Ring`."""
         giver = (self.context.number - exchange.distance) % self.context.count
         index = Tensor(np.arange(giver * self.each, (giver + 1) * self.each, dtype=np.int32))
-        return list(ops.unstack(ops.gather(_chunks(x, self.each * self.context.count), index, 0)))
+        return list(ops.unstack(ops.gather(x, index, 0)))
 
     def total(self, found, exchanged):
         """As of `_Ring`, of all chunks."""
@@ -103,7 +101,7 @@ class _Cut:
     """One attention of a rank's queries; tensors are stacks of chunks (chunks, batch, …)."""
 
     def __init__(self, args, context, way):
-        query, self.key, self.value, first, last, self.places, self.scale, order, reach, exact, _ = args
+        query, self.key, self.value, first, last, places, self.scale, order, reach, exact, _ = args
         self.dtype = mstype.float64 if query.dtype == mstype.float64 else mstype.float32
         ranks, self.shape = context.count, query.shape
         self.order = chunk_order(order, ranks)
@@ -115,17 +113,16 @@ class _Cut:
         self.exchanges = _exchanges(self.order, ranks, known)
         self.context, self.way = context, way(context, self.each)
         self.query, self.first, self.last = (_chunks(each, self.each) for each in (query, first, last))
+        both = ops.cat((self.key, self.value), -1)
+        self.both, self.places = (_chunks(each, self.way.count) for each in (both, places))
 
     def forward(self):
         """Output and sums."""
-        batch, _, heads, _ = self.shape
-        sums = ops.zeros((self.each, batch, heads, self.length), self.dtype) + LOWEST
-        output = ops.zeros((self.each, batch, self.length, heads, self.value.shape[3]), self.dtype)
+        output = sums = None
         for exchange in self.exchanges:
             chunks = self._taken(exchange)
-            for product in exchange.products:
-                slots = self._slots(product)
-                output, sums = _add_part(output, sums, *chunks, *slots[:3], self.scale, product.blocks)
+            for blocks, table in self._tables(exchange):
+                output, sums = _add_part(output, sums, *chunks, table, self.scale, blocks)
         return ops.cast(_whole(output), self.value.dtype), _rows(sums)
 
     def backward(self, output, sums, gradient, of_sums):
@@ -133,13 +130,13 @@ class _Cut:
         gradient = ops.cast(gradient, self.dtype)
         delta = ops.transpose(ops.sum(ops.cast(output, self.dtype) * gradient, 3), (0, 2, 1)) - of_sums
         sums, delta, gradient = _of_rows(sums, self.each), _of_rows(delta, self.each), _chunks(gradient, self.each)
-        of_query, taken = 0.0, []
+        of_query, taken = None, []
         for exchange in self.exchanges:
-            chunks, of_both = self._taken(exchange), 0.0
-            for product in exchange.products:
-                given = *chunks, *self._slots(product), sums, delta, gradient, self.scale, product.blocks
-                found = _part_gradient(*given)
-                of_query, of_both = found[0] + of_query, found[1] + of_both
+            chunks, of_both = self._taken(exchange), None
+            for blocks, table in self._tables(exchange):
+                found = _part_gradient(*chunks, table, sums, delta, gradient, self.scale, blocks)
+                of_query = found[0] if of_query is None else of_query + found[0]
+                of_both = found[1] if of_both is None else of_both + found[1]
             of_both = ops.cast(of_both, self.key.dtype)
             taken.append([of_both[place] for place in range(self.each)])
         of_both = self.way.total(taken, self.exchanges)
@@ -148,7 +145,7 @@ class _Cut:
 
     def _taken(self, exchange):
         """The chunks of an exchange, as `add_part` takes them."""
-        both = self.way.take(ops.cat((self.key, self.value), -1), exchange)
+        both = self.way.take(self.both, exchange)
         some = next(each for each in both if each is not None)
         both = ops.stack([some if each is None else each for each in both])
         if self.is_known:  # of the giver
@@ -159,12 +156,13 @@ class _Cut:
             places = ops.stack(self.way.take(self.places, exchange))
         return self.query, both, self.first, self.last, places
 
-    def _slots(self, product):
-        """The constants of a `Product`: numbers of chunks, and which slots belong to which; see `part_gradient`."""
-        queries, keys, active = (np.array(values) for values in zip(*product.slots[self.context.number]))
-        numbers = [Tensor(chunks.astype(np.int32)) for chunks in (queries, keys)]
-        chosen = [(np.arange(self.each)[:, None] == chunks) & active for chunks in (queries, keys)]
-        return *numbers, *(Tensor(each.astype(dtype_name(self.dtype))) for each in chosen)
+    def _tables(self, exchange):
+        """Pairs of the blocks and the table of slots of each `Product`: see `add_part`."""
+        for number, product in enumerate(exchange.products):
+            queries, keys, active = (np.array(values) for values in zip(*product.slots[self.context.number]))
+            chosen = [(np.arange(self.each)[:, None] == chunks) & active for chunks in (queries, keys)]
+            name = np.full_like(queries, 1000 * exchange.distance + number)
+            yield product.blocks, Tensor(np.vstack([name, queries, keys, *chosen]).astype(np.int32))
 
 
 @cache

@@ -4,6 +4,8 @@ All placements of each operator, operator by operator, are in `case_operators`, 
 simulated ranks, in `test_operators_as_written`: so some families are compiled at night only.
 """
 
+from functools import partial
+
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint, nn, ops
@@ -17,8 +19,9 @@ from mindformers_core.layout import layout
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.sharding.compiling import jit
 from mindformers_core.tensor_parallel import shard
+from mindformers_core.tensor_parallel.attention import attention
 
-COLUMNS, ROWS = layout(None, "tp"), layout("tp", None)
+COLUMNS, ROWS, ROWS_OF_TOKENS = layout(None, "tp"), layout("tp", None), layout(None, "tp", None)
 
 
 ENGINES = "eager", "generated"
@@ -152,6 +155,24 @@ def case_joint_and_offered_cuts():
     check({"pairs": pair_sum, "turned": lambda x, y: pair_sum(y, x)}, [rows, more], [ROWS, ROWS])
     offered = {"many": lambda x: many(x * 2).sum(), "few": lambda x: few(x * 2).sum()}
     check(offered, [rows], [layout()])
+
+
+def attentions(order, *algorithms):
+    """Causal attention of tokens (batch, length, 16) to themselves, the chunks of their sequence in some order."""
+    places = Tensor(np.arange(8, dtype=np.int32).reshape(len(order), -1)[list(order)].reshape(1, 8))
+
+    def attend(algorithm, x):
+        given = ops.reshape(x, (2, 8, 4, 4)), ops.reshape(x * 2, (2, 8, 4, 4)), ops.reshape(ops.tanh(x), (2, 8, 4, 4))
+        known = places * 0, places + 1, places, 0.5, order, (None, 0), True, algorithm
+        return attention(*given, *known)[0]
+
+    return {algorithm: partial(attend, algorithm) for algorithm in algorithms}
+
+
+@on_ranks(2)
+def case_attention_over_a_cut_sequence():
+    tokens = np.random.default_rng(5).normal(size=(2, 8, 16)).astype(np.float32)
+    check(attentions((0, 3, 1, 2), "ring", "gather", "all_to_all"), [tokens], [ROWS_OF_TOKENS])
 
 
 def dropping():

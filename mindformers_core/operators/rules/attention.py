@@ -197,9 +197,11 @@ def ranged_attention(
     return replace(plain, **ways)
 
 
-def attention_part(output, sums, *others):
+def attention_part(output, sums, query, both, *others):
     """The `Signature` of an inner operator of its algorithms, `add_part`: all is whole, and is one rank's."""
-    return whole_signature(tensors_in((output, sums, *others)), (output.shape, sums.shape))
+    chunks, batch, length, heads, size = query.shape
+    shapes = (chunks, batch, length, heads, both.shape[4] - size), (chunks, batch, heads, length)
+    return whole_signature(tensors_in((output, sums, query, both, *others)), shapes)
 
 
 def attention_part_gradient(query, both, *others):
