@@ -10,6 +10,7 @@ import re
 import typing
 from pathlib import Path
 
+from mindformers_core.models.rope_scaling import RopeScaling
 from mindformers_core.models.spec import DEFAULT_MODEL
 from mindformers_core.optimizers.settings import OPTIMIZERS, DecaySettings, ParameterGroup
 from mindformers_core.recipe.sections import Recipe
@@ -30,6 +31,7 @@ def page():
     hints = typing.get_type_hints(Recipe)
     sections = [(entry.name, hints[entry.name]) for entry in dataclasses.fields(Recipe) if entry.init]
     pages = {name: list(_section(name, section)) for name, section in sections}
+    pages["model"] += _section("model.rope_scaling", RopeScaling)
     common, names = {entry.name for entry in dataclasses.fields(DecaySettings)}, ", ".join(OPTIMIZERS)
     pages["optimizer"] = [line.replace("| `AdamW` |", f"| {names}, module:Class |") for line in pages["optimizer"]]
     for name, section in [*OPTIMIZERS.items()][1:]:
@@ -74,6 +76,7 @@ def _type(hint):
     return (
         (hint.__name__ if isinstance(hint, type) else str(hint))
         .replace(f"{ParameterGroup.__module__}.", "")
+        .replace(f"{RopeScaling.__module__}.", "")
         .replace("typing.", "")
         .replace(" | ", " or ")
     )

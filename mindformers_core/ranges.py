@@ -1,11 +1,13 @@
 """Ranges of numbers, beside the fields of a dataclass or as texts, and their errors. Pure Python."""
 
 import re
-from dataclasses import field
+from dataclasses import field, fields
 from operator import ge, gt, le, lt
 
 _WORDS = {"at_least": "at least", "above": "greater than", "at_most": "at most", "below": "below"}
 _HOLDS = {"at_least": ge, "above": gt, "at_most": le, "below": lt}
+_PLAIN = {int: (int, "an int"), float: (int | float, "a number"), bool: (bool, "true or false")}
+_PLAIN |= {kind | None: (allowed | None, words) for kind, (allowed, words) in _PLAIN.items()}
 _LONGEST = 40  # characters of a number that are shown
 _RANGE = re.compile(r"([0-9]{1,5})(?:\s*-\s*([0-9]{1,5}))?")
 
@@ -16,6 +18,19 @@ def bounded(default, at_least=None, at_most=None, above=None, below=None):
     given = {kind: limit for kind, limit in limits.items() if limit is not None}
     assert len(given) == 2, given
     return field(default=default, metadata=given)
+
+
+def check_fields(section):
+    """Check the fields of a dataclass that are numbers, true or false, or None.
+
+    Raises:
+        TypeError: a value of another type than its field's; True isn't a number. ValueError: out of its range.
+    """
+    for entry in fields(section):
+        value, (allowed, words) = getattr(section, entry.name), _PLAIN.get(entry.type, (object, ""))
+        if not isinstance(value, allowed) or (words.endswith(("int", "number")) and isinstance(value, bool)):
+            raise TypeError(f"{entry.name}: expected {words}, not {value!r}")
+        check_range(value, entry.metadata, entry.name)
 
 
 def check_range(value, limits, path):

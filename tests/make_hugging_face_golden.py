@@ -1,14 +1,18 @@
 """Writes what `transformers` does with small Llamas into tests/golden; needs the packages torch and transformers.
 
+With the argument `rope` only the file of scaled rotary frequencies.
+
 python tests/make_hugging_face_golden.py
 """
 
+import sys
 from pathlib import Path
 
 import numpy as np
 import torch
 from safetensors.numpy import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 GOLDEN = Path(__file__).resolve().parent / "golden"
 COMMON = {
@@ -20,6 +24,35 @@ MODELS = {
     "llama_tied": {"tie_word_embeddings": True, "rope_theta": 10000.0},
     "llama_untied": {"tie_word_embeddings": False, "rope_theta": 500000.0, "head_dim": 8},
 }
+LONG = 96  # positions, more than 64
+SCALED = {  # changes of llama_untied
+    "linear": {"rope_scaling": {"type": "linear", "factor": 4.0}},
+    "dynamic": {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
+    "llama3": {
+        "rope_scaling": {
+            "rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+        "max_position_embeddings": 256,
+    },
+    "yarn": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+    "yarn, all of its keys": {
+        "rope_scaling": {
+            "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 4.0,
+            "beta_slow": 0.5, "mscale": 1.0, "mscale_all_dim": 0.5, "truncate": False,
+        },
+        "max_position_embeddings": 128,
+    },
+    "yarn, attention_factor": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.5}},
+}  # fmt: skip
+LLAMA_3_1 = {  # sizes of Llama 3.1 8B
+    "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0, "rope_scaling": {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+}  # fmt: skip
 
 
 def write_golden(folder, seed=0, **settings):
@@ -43,6 +76,27 @@ def write_golden(folder, seed=0, **settings):
     save_file({name: np.ascontiguousarray(array.numpy()) for name, array in arrays.items()}, expected_file(folder))
 
 
+def write_scaled():
+    """Of each scaling the logits of the last 4 of 96 positions, frequencies, and the factor of cosines and sines.
+
+    The configs, as `transformers` writes them, are the file's metadata. Of Llama 3.1 there are frequencies only.
+    """
+    ids, arrays = np.random.default_rng(0).integers(0, COMMON["vocab_size"], (1, LONG)), {}
+    common = COMMON | MODELS["llama_untied"] | {"rope_theta": 100.0}
+    configs = {name: LlamaConfig(**common | changes) for name, changes in SCALED.items()}
+    for name, config in configs.items():
+        model = LlamaForCausalLM.from_pretrained(GOLDEN / "llama_untied", config=config).eval()
+        with torch.no_grad():
+            arrays[f"{name}.logits"] = model(torch.from_numpy(ids)).logits[:, -4:].numpy()
+    configs["Llama 3.1 8B"] = LlamaConfig(**LLAMA_3_1)
+    for name, config in configs.items():
+        found = ROPE_INIT_FUNCTIONS[config.rope_scaling["rope_type"]](config, "cpu", seq_len=LONG)
+        arrays |= {f"{name}.frequencies": found[0].numpy(), f"{name}.factor": np.array(found[1])}
+    arrays = {name: np.ascontiguousarray(array) for name, array in (arrays | {"ids": ids.astype(np.int32)}).items()}
+    texts = {name: config.to_json_string() for name, config in configs.items()}
+    save_file(arrays, GOLDEN / "rope_scaling.safetensors", texts)
+
+
 def expected_file(folder):
     return Path(folder) / "expected.safetensors"
 
@@ -55,5 +109,6 @@ def logits_of(folder, ids):
 
 
 if __name__ == "__main__":
-    for name, settings in MODELS.items():
+    write_scaled()
+    for name, settings in {} if sys.argv[1:] == ["rope"] else MODELS.items():
         write_golden(GOLDEN / name, **settings)

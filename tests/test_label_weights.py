@@ -39,6 +39,15 @@ CUTS = {  # name -> sequences of a run, and `parallelism`; * some rows are empty
     "level 1 *": (3, {"data_parallel_shard": 2, "zero_level": 1, "zero_threshold_kb": 0}),
     "level 2 *": (1, {"data_parallel_shard": 3, "zero_level": 2, "zero_threshold_kb": 0}),
     "level 3 *": (3, {"data_parallel_shard": 2, "data_parallel_replicate": 2, "zero_level": 3, "zero_threshold_kb": 0}),
+    "cp 2, runs": (4, {"context_parallel": 2}),
+    "cp 2 x tp 2 *": (6, {"context_parallel": 2, "tensor_parallel": 2}),
+    "cp 3, runs *": (3, {"context_parallel": 3, "data_parallel_shard": 2}),
+    "cp 3 x tp 2, level 1": (
+        4, {"context_parallel": 3, "tensor_parallel": 2, "sequence_parallel": True, "data_parallel_shard": 2,
+            "zero_level": 1, "zero_threshold_kb": 0}),
+    "pp 2 x dp 2 x cp 2 at level 3 *": (
+        3, {"pipeline_parallel": 2, "context_parallel": 2, "data_parallel_shard": 2, "zero_level": 3,
+            "zero_threshold_kb": 0, "pipeline_parallel_microbatch_size": 1}),
     "micro-batches *": (18, {"pipeline_parallel": 2, "pipeline_parallel_microbatch_size": 3}),
     "micro-batches, runs": (4, {"pipeline_parallel": 2, "pipeline_parallel_microbatch_size": 1}),
     "pp 2 x dp 2, runs *": (
@@ -121,7 +130,10 @@ def test_one_batch_is_the_mean_over_its_labels(one_card):
         np.testing.assert_allclose(gradients[parameter.name], gradient.asnumpy(), atol=1e-7)
 
 
-BY_NIGHT = "dp 3, runs *", "dp 4, runs", "level 1 *", "micro-batches *", "pipeline at level 2 *"
+BY_NIGHT = (
+    "dp 3, runs *", "dp 4, runs", "dp 2 x tp 2, runs *", "level 1 *", "micro-batches *", "pipeline at level 2 *",
+    "cp 2, runs", "cp 3, runs *", "cp 3 x tp 2, level 1", "pp 2 x dp 2 x cp 2 at level 3 *",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", daily(CUTS.keys() - BY_NIGHT, CUTS))

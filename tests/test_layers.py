@@ -150,10 +150,13 @@ def test_hooks_fit_any_mesh_that_has_tp(cell, axes, config):
 
 
 def test_sequence_parallel_hooks():
-    whole, sharded, gathered = layout(..., None), layout(..., "tp", None), layout(..., None, None)
+    whole, sharded, gathered = layout(..., None), layout(..., ("tp",), None), layout(..., None, None)
     column, row = layers.ColumnParallelLinear(4, 4), layers.RowParallelLinear(4, 4)
     norm, embedding = layers.RMSNorm(4), layers.VocabParallelEmbedding(4, 4)
     assert (norm.shard(None)[0], norm.shard(SEQUENCE_PARALLEL)[0]) == (whole, sharded)
     assert (column.shard(None)[0], column.shard(SEQUENCE_PARALLEL)[0]) == (whole, gathered)
     assert (row.shard(None)[1], row.shard(SEQUENCE_PARALLEL)[1]) == (whole, sharded)
     assert (embedding.shard(None)[1], embedding.shard(SEQUENCE_PARALLEL)[1]) == (whole, sharded)
+    for also, between in ((False, ("cp",)), (True, ("cp", "tp"))):  # each part of the sequence over tp, too
+        both = SimpleNamespace(sequence_axes="cp", sequence_parallel=also)
+        assert (row.shard(both)[1], column.shard(both)[0]) == (layout(..., between, None), layout(..., ("cp",), None))

@@ -166,23 +166,24 @@ def test_a_variable_that_cannot_be_is_an_error(name, value):
 def test_the_ranks_that_a_recipe_can_use(tmp_path, seed):
     """The most that there are, with the model cut as before, and the samples of a step as before."""
     rng = random.Random(seed)
-    replicate, shard, tp, pp = (rng.choice(sizes) for sizes in ((1, 2, 3), (1, 2, 4), (1, 2), (1, 2)))
+    replicate, shard, tp, pp, cp = (rng.choice(sizes) for sizes in ((1, 2, 3), (1, 2, 4), (1, 2), (1, 2), (1, 2)))
     sections = yaml.safe_load(Path(RECIPE).read_text())
     sections["parallelism"] = {
         "data_parallel_replicate": replicate, "data_parallel_shard": rng.choice((shard, -1)), "tensor_parallel": tp,
-        "pipeline_parallel": pp, "zero_level": rng.choice((0, 1, 3)) if shard > 1 else 0,
+        "pipeline_parallel": pp, "context_parallel": cp, "zero_level": rng.choice((0, 1, 3)) if shard > 1 else 0,
     }  # fmt: skip
     sections["training"] = {"local_batch_size": 4} | rng.choice(({}, {"gradient_accumulation_steps": 3}))
-    path, whole = tmp_path / "recipe.yaml", replicate * shard * tp * pp
+    copy = tp * pp * cp
+    path, whole = tmp_path / "recipe.yaml", replicate * shard * copy
     path.write_text(json.dumps(sections))
     before, available = load_recipe(path), rng.randint(1, whole)
-    if available < tp * pp:
+    if available < copy:
         with pytest.raises(ValueError, match=f"no number of ranks from 1 to {available} fits"):
             fitting_ranks(path, [], whole, available)
         return
     ranks, overrides = fitting_ranks(path, [], whole, available)
     after = load_recipe(path, overrides)
-    assert available - tp * pp < ranks <= available
-    assert mesh_shape(after, ranks) == (pp, ranks // (tp * pp), 1, tp)
+    assert available - copy < ranks <= available
+    assert mesh_shape(after, ranks) == (pp, ranks // copy, cp, tp)
     plans = [batch_plan(recipe, mesh_shape(recipe, size)[1]) for recipe, size in ((before, whole), (after, ranks))]
-    assert plans[0].samples == plans[1].samples and plans[1].ranks == ranks // (tp * pp)
+    assert plans[0].samples == plans[1].samples and plans[1].ranks == ranks // copy

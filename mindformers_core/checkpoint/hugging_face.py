@@ -4,6 +4,7 @@ import dataclasses
 from fnmatch import fnmatchcase
 
 _DTYPE_KEYS = ("torch_dtype", "dtype")
+_ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # of texts, which no model computes with
 # what a checkpoint's tensors and their use don't depend on; dtypes are converted
 _OF_TRAINING = (*_DTYPE_KEYS, "initializer_range", "max_position_embeddings")
@@ -36,7 +37,10 @@ def config_document(spec, name, config, carried=None):
     ids = {key: carried[key] for key in _TOKEN_IDS if key in (carried or {})}
     if known is None:
         return {"model_type": name, **ids, **values}
-    given = {key: value for key, value in ((key, values[key]) for key in known.keys) if value is not None}
+    given = _given({key: values[key] for key in known.keys})
+    scaling = given.get("rope_scaling", {})
+    if scaling.get("rope_type") == "dynamic":  # in `transformers` it begins at the longest sequence
+        given["max_position_embeddings"] = scaling.pop("original_max_position_embeddings")
     fixed = {key: value for key, value in known.fixed.items() if value is not None}
     dtype = {"torch_dtype": values["dtype"]} if "dtype" in values else {}
     return {"architectures": [known.architecture], "model_type": known.model_type, **ids, **given, **fixed, **dtype}
@@ -63,11 +67,9 @@ def model_section(spec, name, found, where):
         own = {entry.name for entry in dataclasses.fields(spec.config)}
         left_out = {"model_type", *(key for key in _TOKEN_IDS if key not in own)}
         return {key: value for key, value in found.items() if key not in left_out}
-    for key in ("rope_scaling", "rope_parameters"):  # since transformers 5 the second one, with rope_theta in it
-        rope = found.get(key) or {}
-        if not isinstance(rope, dict) or rope.get("rope_type", rope.get("type", "default")) != "default":
-            raise ValueError(f"{where} has {key} {rope!r}, but the model {name} only has rope_type 'default'")
-        found = {**found, key: None, "rope_theta": rope.get("rope_theta", found.get("rope_theta"))}
+    found = {key: value for key, value in found.items() if key not in _ROPE_KEYS} | _rope_section(found, where)
+    if "rope_scaling" in found and "rope_scaling" not in known.keys:
+        raise ValueError(f"{where} has rope_scaling {found['rope_scaling']}, but the model {name} doesn't scale")
     for key, value in known.fixed.items():
         if found.get(key, value) != value:
             raise ValueError(f"{where} has {key} {found[key]!r}, but the model {name} computes with {value!r}")
@@ -90,10 +92,38 @@ def check_config(spec, name, config, found, where):
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where}: {error}") from None
     for key in spec.hugging_face.keys:
-        one, other = _plain(getattr(theirs, key)), _plain(getattr(config, key))
+        one, other = (_plain(getattr(each, key)) for each in (theirs, config))
         if one != other and key not in _OF_TRAINING:
             raise ValueError(f"{where} has {key} {one}, but model.{key} is {other}: take the model that was saved")
 
 
+def _rope_section(found, where):
+    """The keys `rope_theta` and `rope_scaling` of section `model`, those that are given.
+
+    `transformers` 5 has both in `rope_parameters`; before 4.45, `rope_type` was called `type`.
+    """
+    theta, scaling = found.get("rope_theta"), None
+    for key in _ROPE_KEYS[1:]:
+        rope = found.get(key) or {}
+        if not isinstance(rope, dict):
+            raise ValueError(f"{where} has {key} {rope!r}: it should be a dict by key")
+        keys = _given(rope)
+        theta, kind = keys.pop("rope_theta", theta), keys.pop("type", "default")
+        kind = keys.pop("rope_type", kind)
+        if kind == "dynamic":  # `transformers` reads its max_position_embeddings
+            keys.pop("original_max_position_embeddings", None)
+        if kind != "default":
+            scaling = {"rope_type": kind} | keys
+    return _given({"rope_theta": theta, "rope_scaling": scaling})
+
+
+def _given(values):
+    """A dict without the keys, nor those of dicts in it, that are None."""
+    plain = {key: _given(value) if isinstance(value, dict) else value for key, value in values.items()}
+    return {key: value for key, value in plain.items() if value is not None}
+
+
 def _plain(value):
+    if dataclasses.is_dataclass(value):
+        return _given(dataclasses.asdict(value))
     return [_plain(entry) for entry in value] if isinstance(value, (list, tuple)) else value

@@ -73,7 +73,8 @@ def make_generator(recipe, mesh, rank, batch, length, count, checkpoint):
     """The `Generator` of a recipe's model with the weights of a `Checkpoint`.
 
     Args:
-        recipe: the `Recipe`. Sequence parallelism, ZeRO, recomputation and offloading are of training only.
+        recipe: the `Recipe`. Sequence parallelism, ZeRO, recomputation and offloading are of training only, and so
+            is context parallelism: ranks of its axis compute alike.
         mesh: with the axes `MESH_AXES`.
         rank: this rank's number.
         batch, length: number of prompts in a batch, and of slots for their tokens.
@@ -83,7 +84,7 @@ def make_generator(recipe, mesh, rank, batch, length, count, checkpoint):
     Raises:
         ValueError: a model that has no caches; on all ranks: tensors that differ from the model's, a damaged file.
     """
-    sizes, cells = replace(recipe.parallelism, sequence_parallel=False), {}
+    sizes, cells = replace(recipe.parallelism, sequence_parallel=False, context_parallel=1), {}
     layers, stage_mesh, _ = stages_of(recipe, mesh, rank)
     pp_ranks, holders = mesh.group(rank, ("pp",)), stage_holders(recipe)
     for stage, part in layers.items():

@@ -1,14 +1,14 @@
 """The numbers that define a Llama-style model, named as in Hugging Face's `config.json`. Pure Python."""
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 
 from mindformers_core.hints import nearest
-from mindformers_core.ranges import bounded, check_range
+from mindformers_core.models.rope_scaling import RopeScaling, rope_scaling_of
+from mindformers_core.ranges import bounded, check_fields
 from mindformers_core.scopes import errors_at
 
 MOST_LAYERS = 10_000  # more are a mistyped number
 _DTYPES = ("float32", "float16", "bfloat16")
-_EXPECTED = {int: "an int", int | None: "an int", float: "a number", bool: "true or false"}
 # values that can differ between layers; hidden states, rotary tables and dtype are those of the whole model
 _LAYER_KEYS = (
     "intermediate_size", "num_attention_heads", "num_key_value_heads", "rms_norm_eps", "initializer_range", "fp8",
@@ -30,6 +30,7 @@ class LlamaConfig:
         max_position_embeddings: longest sequence.
         rms_norm_eps: added to the mean square in the norms.
         rope_theta: base of the rotary frequencies.
+        rope_scaling: a `RopeScaling` of the rotary frequencies, or the dict of its keys. Default: not scaled.
         tie_word_embeddings: whether the output layer uses the embedding's weight. The first and the last stage of a
             pipeline both have this weight, under the same path: its gradient is the sum of both.
         initializer_range: standard deviation of the initial weights.
@@ -58,6 +59,7 @@ class LlamaConfig:
     max_position_embeddings: int = bounded(2048, 1, 2**24)
     rms_norm_eps: float = bounded(1e-6, above=0, at_most=1)
     rope_theta: float = bounded(10000.0, above=0, at_most=1e12)
+    rope_scaling: RopeScaling | None = None
     tie_word_embeddings: bool = False
     initializer_range: float = bounded(0.02, above=0, at_most=100)
     dtype: str = "float32"
@@ -72,9 +74,7 @@ class LlamaConfig:
     def __post_init__(self):
         if self.num_key_value_heads is None:
             object.__setattr__(self, "num_key_value_heads", self.num_attention_heads)
-        for entry in fields(self):
-            _check_type(entry.name, entry.type, getattr(self, entry.name))
-            check_range(getattr(self, entry.name), entry.metadata, entry.name)
+        check_fields(self)
         if self.dtype not in _DTYPES:
             hint = nearest(self.dtype, _DTYPES)
             raise ValueError(f"dtype: {self.dtype!r} should be one of {', '.join(_DTYPES)}{hint}")
@@ -84,8 +84,18 @@ class LlamaConfig:
         _check_divides("num_attention_heads", self.num_attention_heads, "num_key_value_heads", self.num_key_value_heads)
         if self.head_dim % 2:
             raise ValueError(f"head_dim: {self.head_dim} should be even: rotary embedding turns pairs of values")
+        if self.rope_scaling is not None:
+            self._complete_rope_scaling()
         if self.heterogeneous_block_specs is not None:
             self._check_block_specs()
+
+    def _complete_rope_scaling(self):
+        if not isinstance(self.rope_scaling, (RopeScaling, dict)):
+            raise TypeError(f"rope_scaling: expected a dict by key, not {self.rope_scaling!r}")
+        with errors_at("rope_scaling."):
+            scaling = rope_scaling_of(self.rope_scaling)
+            scaling = scaling.of_model(self.max_position_embeddings, self.head_dim, self.rope_theta)
+        object.__setattr__(self, "rope_scaling", scaling)
 
     def _check_block_specs(self):
         specs = self.heterogeneous_block_specs
@@ -121,13 +131,6 @@ class LlamaConfig:
         index = global_layer_number - 1
         with errors_at(f"heterogeneous_block_specs[{index}]: "):
             return replace(self, heterogeneous_block_specs=None, **self.heterogeneous_block_specs[index])
-
-
-def _check_type(name, hint, value):
-    """Raise `TypeError` for a number or flag that isn't of the type `hint`; True isn't a number."""
-    kind = int | float if hint is float else hint
-    if hint in _EXPECTED and (not isinstance(value, kind) or isinstance(value, bool) != (hint is bool)):
-        raise TypeError(f"{name}: expected {_EXPECTED[hint]}, not {value!r}")
 
 
 def _check_divides(name, value, divisor_name, divisor):

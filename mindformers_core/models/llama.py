@@ -18,6 +18,7 @@ from mindformers_core.tensor_parallel.layers import (
     VocabParallelLinear,
     gathered_layout,
     hidden_layout,
+    sequence_entry,
     vocabulary_logits,
     without_columns,
 )
@@ -119,7 +120,8 @@ class LlamaModel(nn.Cell):
         if self.is_first and self.embed_tokens is not None:
             hidden_states = self.embed_tokens(input_ids)
         length = input_ids.shape[1] if slots is None else self.cache_length
-        cosines, sines = rotary_tables(length, self.config.head_dim, self.config.rope_theta)
+        config = self.config
+        cosines, sines = rotary_tables(length, config.head_dim, config.rope_theta, config.rope_scaling)
         if positions is not None:
             cosines, sines = ops.gather(cosines, positions, 0), ops.gather(sines, positions, 0)
             context = cosines, sines, document_mask(positions)
@@ -174,18 +176,19 @@ class LlamaForCausalLM(nn.Cell):
             parameter.name = path  # graphs need names of their own
 
     def shard(self, config=None):
-        """Layouts of the batch, sharded over `config.batch_axes`; without these axes its layout is that of the inputs.
+        """Layouts of the batch, sharded over `config.batch_axes`, each sequence over `config.sequence_axes`; without
+        these axes as the inputs arrive.
 
         Hidden states between stages have the layout that the layers use, so no collective is added.
         """
-        axes = getattr(config, "batch_axes", None)
-        batch = None if axes is None else layout(axes, ...)
-        sequence_axis = "tp" if getattr(config, "sequence_parallel", False) else None
-        hidden = hidden_layout(config) if axes is None else layout(axes, sequence_axis, None)
+        axes, sequence_axes = (getattr(config, name, None) for name in ("batch_axes", "sequence_axes"))
+        rows, tokens = (... if each is None else each for each in (axes, sequence_axes))
+        batch = None if rows is tokens is ... else layout(rows, tokens)
+        hidden = hidden_layout(config) if axes is None else layout(axes, *(sequence_entry(config) or (None,)), None)
         is_first = self.model.is_first and self.model.embed_tokens is not None
         inputs = {"input_ids": batch if is_first else hidden, "labels": batch, "positions": batch}
         if self.model.cache_length:
-            inputs |= {"slots": layout(None), "starts": batch}
+            inputs |= {"slots": layout(None), "starts": None if axes is None else layout(axes)}
         return inputs, hidden if self.model.norm is None else None, None
 
     def construct(self, input_ids, labels=None, positions=None, slots=None, starts=None):

@@ -6,17 +6,18 @@ import mindspore as ms
 import numpy as np
 from mindspore import ops
 
+from mindformers_core.models.rope_scaling import rotary_frequencies
 from mindformers_core.tensor_parallel.layers import cast_to
 
 
 @ops.constexpr
-def rotary_tables(length, head_dim, theta):
+def rotary_tables(length, head_dim, theta, scaling=None):
     """Cosines and sines for positions 0 … length-1: two float32 tensors of shape (length, 1, head_dim).
 
-    The angle of position p at index i is `p / theta ** (2j / head_dim)` with j = i modulo head_dim / 2.
-    A constant under `@ms.jit`.
+    The angle of position p at index i is `p / theta ** (2j / head_dim)` with j = i modulo head_dim / 2; or what a
+    `RopeScaling` makes of it. A constant under `@ms.jit`.
     """
-    cosines, sines = _tables(length, head_dim, theta)
+    cosines, sines = _tables(length, head_dim, theta, scaling)
     return ms.Tensor(cosines), ms.Tensor(sines)
 
 
@@ -43,8 +44,8 @@ def apply_rotary(x, cosines, sines):
 
 
 @lru_cache(maxsize=8)
-def _tables(length, head_dim, theta):
+def _tables(length, head_dim, theta, scaling):
     """The tables as NumPy arrays, computed in float64: float32 angles of long sequences are inexact."""
-    frequencies = theta ** (-np.arange(0, head_dim, 2) / head_dim)
+    frequencies, amplitude = rotary_frequencies(length, head_dim, theta, scaling)
     angles = np.tile(np.outer(np.arange(length), frequencies), 2)[:, None, :]
-    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    return (amplitude * np.cos(angles)).astype(np.float32), (amplitude * np.sin(angles)).astype(np.float32)

@@ -1,5 +1,7 @@
 """Checks of a recipe for keys that exclude each other. No MindSpore is called here."""
 
+import math
+
 from mindformers_core.recipe.learning_rate import LrScheduler
 from mindformers_core.recipe.pipeline import check_pipeline
 from mindformers_core.recipe.sections import batch_plan, dataset_layouts
@@ -38,10 +40,6 @@ def recipe_device_model(recipe):
 def _check_available(recipe):
     sizes = recipe.parallelism
     recipe_device_model(recipe)
-    if sizes.context_parallel > 1:
-        raise ValueError(
-            f"parallelism.context_parallel: {sizes.context_parallel} is not available yet: it can only be 1"
-        )
     if sizes.data_parallel_shard < 1 and sizes.data_parallel_shard != -1:
         raise ValueError(f"parallelism.data_parallel_shard: {sizes.data_parallel_shard} is neither -1 nor at least 1")
     if recipe.context.mode == 0 and recipe.context.engine == "eager":
@@ -65,11 +63,21 @@ def _check_model_divides(recipe):
             raise ValueError(
                 f"model.{key}: {size} can't be cut into parallelism.tensor_parallel {tp} parts: try {fitting[-1]}"
             )
-    seq_length = recipe.train_dataset.seq_length
-    if recipe.parallelism.sequence_parallel and seq_length % tp:
+    _check_sequence_divides(recipe)
+
+
+def _check_sequence_divides(recipe):
+    """Of a model whose samples are sequences of `train_dataset.seq_length` tokens."""
+    sizes, length = recipe.parallelism, recipe.train_dataset.seq_length
+    cuts = {"context_parallel": sizes.context_parallel}
+    cuts |= {"tensor_parallel": sizes.tensor_parallel} if sizes.sequence_parallel else {}
+    cuts, parts = {key: size for key, size in cuts.items() if size > 1}, math.prod(cuts.values())
+    if length % parts:
+        below, why = length // parts * parts, ", as sequence_parallel needs" if sizes.sequence_parallel else ""
         raise ValueError(
-            f"train_dataset.seq_length: {seq_length} can't be cut into parallelism.tensor_parallel {tp} parts, as "
-            f"parallelism.sequence_parallel needs: try {seq_length // tp * tp}"
+            f"train_dataset.seq_length: {length} can't be cut into parallelism."
+            f"{' x '.join(f'{key} {size}' for key, size in cuts.items())} parts{why}: try "
+            f"{f'{below} or ' if below else ''}{below + parts}"
         )
 
 

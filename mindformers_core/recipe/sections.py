@@ -67,8 +67,13 @@ class Parallelism:
 
     @property
     def batch_axes(self):
-        """Mesh axes that shard a batch; `shard()` hooks read this attribute."""
+        """Mesh axes that shard the samples of a batch; `shard()` hooks read this attribute."""
         return ("dp",)
+
+    @property
+    def sequence_axes(self):
+        """Mesh axes that shard each sequence, or None; `shard()` hooks read this attribute."""
+        return ("cp",) if self.context_parallel > 1 else None
 
 
 @dataclass(frozen=True)

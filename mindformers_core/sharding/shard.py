@@ -35,10 +35,12 @@ class ShardConfig:
 
     Attributes:
         batch_axes: mesh axes that cut the samples of a batch, a name or a tuple. Default: as the arguments arrive.
+        sequence_axes: mesh axes that cut every sequence (context parallelism), likewise.
         sequence_parallel: whether norms compute with the sequence dim cut over axis tp. Default: no.
     """
 
     batch_axes: str | tuple | None = None
+    sequence_axes: str | tuple | None = None
     sequence_parallel: bool = False
 
 

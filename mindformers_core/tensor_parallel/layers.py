@@ -244,12 +244,26 @@ def cast_to(tensor, dtype):
 
 def hidden_layout(config):
     """Layout of hidden states between blocks: replicated over `tp`; sequence parallel: sharded on the sequence dim."""
-    return layout(..., "tp", None) if getattr(config, "sequence_parallel", False) else layout(..., None)
+    return layout(..., *sequence_entry(config), None)
 
 
 def gathered_layout(config):
     """Layout of hidden states before a column-parallel linear: replicated over `tp`, gathered in sequence parallel."""
-    return layout(..., None, None) if getattr(config, "sequence_parallel", False) else layout(..., None)
+    own = sequence_entry(config)
+    return layout(..., *(tuple(axis for axis in axes if axis != "tp") for axes in own), None)
+
+
+def sequence_entry(config):
+    """The entry of a layout for the sequence dim of hidden states between blocks: a tuple of one; of none if it is as
+    it arrives.
+
+    The dim is sharded over `config.sequence_axes`, and with `config.sequence_parallel` each part of it over `tp`.
+    """
+    axes, also = getattr(config, "sequence_axes", None), getattr(config, "sequence_parallel", False)
+    if axes is None and not also:
+        return ()
+    axes = (axes,) if isinstance(axes, str) else axes or ()
+    return ((*axes, *(("tp",) if also else ())),)
 
 
 def _declare(shape, given, dtype):
