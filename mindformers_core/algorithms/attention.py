@@ -10,7 +10,7 @@ from functools import cache
 import mindspore as ms
 from mindspore import nn, ops
 
-from mindformers_core.visible_blocks import place_runs, visible_blocks
+from mindformers_core.operators.visible_blocks import place_runs, visible_blocks
 
 LOWEST = -3.4028234663852886e38  # of float32: the logarithm of a sum of nothing
 _HIDDEN = -1e28  # of a score, for each place between a key and its query's range: the farthest, 2**31, is finite, too

@@ -14,7 +14,7 @@ from mindspore import Tensor, dtype as mstype, ops
 
 from mindformers_core.algorithms.attention_parts import add_part, part_gradient
 from mindformers_core.dtensor.interception import custom_operator
-from mindformers_core.sequence_exchange import chunk_blocks, chunk_order, exchanges
+from mindformers_core.operators.sequence_exchange import chunk_blocks, chunk_order, exchanges
 
 _add_part = custom_operator("AttentionPart", add_part)
 _part_gradient = custom_operator("AttentionPartGradient", part_gradient)
@@ -52,33 +52,34 @@ def gathered_gradient(args, results, gradients, context):
 
 
 class _Ring:
-    """Parts of keys, of which each rank has one; tensors are lists of chunks."""
+    """Parts of keys, of which each rank has one, as lists of chunks."""
 
     def __init__(self, context, each):
-        self.context, self.each, self.count = context, each, each
+        self.context, self.each, self.count, self.own = context, each, each, [None] * each
 
     def take(self, x, exchange):
         """The chunks of the rank whose part comes at this distance; None for those that nobody needs."""
         chunks = zip(x, exchange.givers)
         return [self.context.shift(chunk, exchange.distance, givers) if givers else None for chunk, givers in chunks]
 
-    def total(self, found, exchanged):
-        """The gradients of a rank's own chunks, from those of all that it took, by exchange."""
-        total = [None] * self.each
-        for exchange, chunks in zip(exchanged, found):
-            for place, (chunk, givers) in enumerate(zip(chunks, exchange.givers)):
-                if givers:
-                    takers = sorted((giver + exchange.distance) % self.context.count for giver in givers)
-                    home = self.context.shift(chunk, -exchange.distance, takers)
-                    total[place] = home if total[place] is None else total[place] + home
-        return _whole(ops.stack(total))
+    def give_back(self, chunks, exchange):
+        """Add the gradients of the chunks that came to those of their owners."""
+        for place, givers in enumerate(exchange.givers):
+            if givers:
+                takers = sorted((giver + exchange.distance) % self.context.count for giver in givers)
+                home = self.context.shift(chunks[place], -exchange.distance, takers)
+                self.own[place] = home if self.own[place] is None else self.own[place] + home
+
+    def total(self):
+        """The gradients of a rank's own part."""
+        return _whole(ops.stack(self.own))
 
 
 class _Gathered:
-    """All keys, which each rank has."""
+    """All keys, which each rank has, likewise."""
 
     def __init__(self, context, each):
-        self.context, self.each, self.count = context, each, each * context.count
+        self.context, self.each, self.count, self.found = context, each, each * context.count, {}
 
     def take(self, x, exchange):
         """As of `_Ring`."""
@@ -86,15 +87,17 @@ class _Gathered:
         index = Tensor(np.arange(giver * self.each, (giver + 1) * self.each, dtype=np.int32))
         return list(ops.unstack(ops.gather(x, index, 0)))
 
-    def total(self, found, exchanged):
-        """As of `_Ring`, of all chunks."""
+    def give_back(self, chunks, exchange):
+        """Keep the gradients of some chunks."""
+        self.found[exchange.distance] = chunks
+
+    def total(self):
+        """The gradients of all keys."""
         count, number = self.context.count, self.context.number
-        nothing = ops.zeros_like(found[0][0])
-        at = {exchange.distance: chunks for exchange, chunks in zip(exchanged, found)}
-        taken = [at.get(distance, [nothing] * self.each) for distance in range(count)]
+        nothing = [ops.zeros_like(next(iter(self.found.values()))[0])] * self.each
+        chunks = [chunk for distance in range(count) for chunk in self.found.get(distance, nothing)]
         order = [(number - giver) % count * self.each + each for giver in range(count) for each in range(self.each)]
-        chunks = ops.stack([nothing if chunk is None else chunk for chunks in taken for chunk in chunks])
-        return _whole(ops.gather(chunks, Tensor(order, mstype.int32), 0))
+        return _whole(ops.gather(ops.stack(chunks), Tensor(order, mstype.int32), 0))
 
 
 class _Cut:
@@ -102,7 +105,7 @@ class _Cut:
 
     def __init__(self, args, context, way):
         query, self.key, self.value, first, last, places, self.scale, order, reach, exact, _ = args
-        self.dtype = mstype.float64 if query.dtype == mstype.float64 else mstype.float32
+        self.dtype = mstype.float64 if query.dtype == mstype.float64 else mstype.float32  # of scores
         ranks, self.shape = context.count, query.shape
         self.order = chunk_order(order, ranks)
         self.each = len(self.order) // ranks
@@ -130,7 +133,7 @@ class _Cut:
         gradient = ops.cast(gradient, self.dtype)
         delta = ops.transpose(ops.sum(ops.cast(output, self.dtype) * gradient, 3), (0, 2, 1)) - of_sums
         sums, delta, gradient = _of_rows(sums, self.each), _of_rows(delta, self.each), _chunks(gradient, self.each)
-        of_query, taken = None, []
+        of_query = None
         for exchange in self.exchanges:
             chunks, of_both = self._taken(exchange), None
             for blocks, table in self._tables(exchange):
@@ -138,8 +141,8 @@ class _Cut:
                 of_query = found[0] if of_query is None else of_query + found[0]
                 of_both = found[1] if of_both is None else of_both + found[1]
             of_both = ops.cast(of_both, self.key.dtype)
-            taken.append([of_both[place] for place in range(self.each)])
-        of_both = self.way.total(taken, self.exchanges)
+            self.way.give_back([of_both[place] for place in range(self.each)], exchange)
+        of_both = self.way.total()
         size = self.key.shape[3]
         return ops.cast(_whole(of_query), self.query.dtype), of_both[..., :size], of_both[..., size:]
 

@@ -2,8 +2,9 @@
 
 import math
 from dataclasses import dataclass
+from itertools import product
 
-from mindformers_core.visible_blocks import visible_blocks
+from mindformers_core.operators.visible_blocks import visible_blocks
 
 
 @dataclass(frozen=True)
@@ -77,25 +78,20 @@ def exchanges(order, ranks, blocks_of):
     >>> zigzag[1].givers  # the second chunk goes to the rank before alone
     ((0, 1), (1,))
     """
-    each = len(order) // ranks
-    found = []
+    each, found = len(order) // ranks, []
     for distance in range(ranks):
-        pairs = {}  # blocks -> for every rank pairs of chunks
-        for rank in range(ranks):
+        pairs, needed = {}, [set() for _ in range(each)]  # blocks -> of every rank its slots; of every chunk its givers
+        for rank, query, key in product(range(ranks), range(each), range(each)):
             giver = (rank - distance) % ranks
-            for query in range(each):
-                for key in range(each):
-                    blocks = blocks_of(order[rank * each + query] - order[giver * each + key])
-                    if blocks is not None:
-                        pairs.setdefault(blocks, [[] for _ in range(ranks)])[rank].append((query, key, True))
-        needed = [{key for of in pairs.values() for _, key, _ in of[rank]} for rank in range(ranks)]
-        givers = [[(rank - distance) % ranks for rank in range(ranks) if key in needed[rank]] for key in range(each)]
-        most = {blocks: max(map(len, of)) for blocks, of in pairs.items()}
-        products = [
-            Product(blocks, tuple((*some, *[(0, of_any, False)] * (most[blocks] - len(some))) for some in of))
-            for blocks, of in pairs.items()
-            for of_any in [next(key for some in of for _, key, _ in some)]  # a chunk that somebody gives
-        ]
+            blocks = blocks_of(order[rank * each + query] - order[giver * each + key])
+            if blocks is not None:
+                pairs.setdefault(blocks, [[] for _ in range(ranks)])[rank].append((query, key, True))
+                needed[key].add(giver)
+        products = []
+        for blocks, slots in pairs.items():
+            most = max(slots, key=len)
+            idle = (0, most[0][1], False)  # with a chunk that somebody gives
+            products.append(Product(blocks, tuple((*some, *[idle] * (len(most) - len(some))) for some in slots)))
         if products:
-            found.append(Exchange(distance, tuple(tuple(sorted(some)) for some in givers), tuple(products)))
+            found.append(Exchange(distance, tuple(tuple(sorted(givers)) for givers in needed), tuple(products)))
     return tuple(found)
