@@ -1,6 +1,12 @@
-"""Who computes which samples of a step: a step is cut into runs, a run into micro-batches. Pure Python."""
+"""Who computes which samples of a step, and which of their tokens: a step is cut into runs, a run into micro-batches.
+
+Pure Python.
+"""
 
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+
+import numpy as np
 
 
 @dataclass(frozen=True)
@@ -59,3 +65,44 @@ def batch_slices(layouts, shapes, rank):
         ValueError: a dim that its axes don't divide.
     """
     return [layout.local_runs(shape, rank) for layout, shape in zip(layouts, shapes, strict=True)]
+
+
+def static_order(balance, ranks):
+    """The order of equal chunks of every sequence, `parallelism.context_parallel_balance`; None where rows differ.
+
+    Of 2 * ranks chunks `zigzag` gives rank r numbers r and 2 * ranks - 1 - r: then all ranks have the same work under a
+    causal mask (Llama Team, "The Llama 3 Herd of Models", 2024, section 3.3.2).
+
+    >>> static_order("zigzag", 2)
+    (0, 3, 1, 2)
+    """
+    if balance == "area" and ranks > 1:
+        return None
+    if balance == "contiguous" or ranks == 1:
+        return (0,)
+    return tuple(chunk for rank in range(ranks) for chunk in (rank, 2 * ranks - 1 - rank))
+
+
+def area_order(areas, ranks):
+    """The order of the equal chunks of one row in which ranks have equally many, and about the same area each.
+
+    A greedy choice: the largest chunk first, to the rank with the least so far that has room (MagiAttention's dispatch,
+    2025; Graham, "Bounds on multiprocessing timing anomalies", 1969). A rank's chunks ascend.
+
+    Args:
+        areas: of each chunk, the number of pairs of a query and a key that it sees.
+        ranks: divides the number of chunks.
+    """
+    heap, taken = [(0, rank) for rank in range(ranks)], [[] for _ in range(ranks)]
+    heapify(heap)
+    for chunk in sorted(range(len(areas)), key=lambda chunk: -areas[chunk]):
+        area, rank = heappop(heap)
+        taken[rank].append(chunk)
+        if len(taken[rank]) < len(areas) // ranks:
+            heappush(heap, (area + int(areas[chunk]), rank))
+    return tuple(chunk for of_rank in taken for chunk in sorted(of_rank))
+
+
+def places_of(order, length):
+    """The places of the tokens of a row whose chunks lie in this order: int32 (length,)."""
+    return np.arange(length, dtype=np.int32).reshape(len(order), -1)[list(order)].reshape(-1)

@@ -26,7 +26,7 @@ from mindformers_core.sharding.initialize import materialize
 from mindformers_core.tensor_parallel.layers import VocabParallelCrossEntropy
 from mindformers_core.zero import hsdp, value_and_grad
 
-SAMPLES, LENGTH, VOCAB = 16, 6, 24
+SAMPLES, LENGTH, VOCAB = 16, 12, 24
 MODEL = {
     "vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 2, "max_position_embeddings": LENGTH,

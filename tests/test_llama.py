@@ -11,7 +11,7 @@ from support.split_models import batch as small_batch
 
 from mindformers_core.layout import layout
 from mindformers_core.models import LlamaConfig, LlamaForCausalLM, LlamaModel, ModuleSpec
-from mindformers_core.models.attention import LlamaAttention, causal_mask
+from mindformers_core.models.attention import LlamaAttention
 from mindformers_core.models.llama import LlamaDecoderLayer, LlamaMLP
 from mindformers_core.models.rotary import apply_rotary, rotary_tables
 from mindformers_core.pipeline import split_layers
@@ -143,7 +143,7 @@ def test_grouped_query_attention_against_explicit_repeat(kv_heads):
     cell = LlamaAttention(config, Normal(0.5))
     x = np.random.default_rng(4).normal(size=(2, 5, 24)).astype(np.float32)
     tables = rotary_tables(5, 10, config.rope_theta)
-    actual = cell(Tensor(x), *tables, causal_mask(5)).asnumpy()
+    actual = cell(Tensor(x), *tables).asnumpy()
 
     def heads(projection, count):
         return (x @ projection.weight.asnumpy().T).reshape(2, 5, count, 10)

@@ -128,7 +128,7 @@ def test_what_is_no_cell(cell):
         ("threshold", "64", TypeError, "a number of KB"),
         ("optimizer_level", "level4", ValueError, r"choose of level1, level2, level3 \(did you mean 'level3'\?\)"),
         ("accumulate_grad_step", 0, ValueError, "at least 1"),
-        ("axis", ("dp", "tp"), TypeError, "the name of one mesh axis"),
+        ("axis", ("dp", 1), TypeError, "the name of a mesh axis, or a tuple of names"),
         ("mesh", (2, 2), TypeError, "a DeviceMesh"),
         ("mesh", DeviceMesh((2,), ("dp",), (2, 3)), ValueError, "this is rank 0, which isn't in it"),
         ("gradients_mean", "yes", TypeError, "True or False"),

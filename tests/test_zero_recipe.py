@@ -24,6 +24,7 @@ def settings(overrides, world_size=4):
 
 def test_our_recipe_shards_gradients_over_two_ranks():
     assert settings([]) == {
+        "axis": ("dp",),
         "shard_size": 2,
         "threshold": 1,
         "optimizer_level": "level2",

@@ -149,41 +149,47 @@ def _added(x, part, low, high):
     return ops.cat((x[:, :, :low], x[:, :, low:high] + part, x[:, :, high:]), 2)
 
 
-class _Attention(nn.Cell):
-    """`attend_part` of all keys with its gradient. Results have a dim more: see "A compiled function that PyNative
-    differentiates" in docs/mindspore.md, and so are ranges and places float32."""
+class _WithGradient(nn.Cell):
+    """The results of `attend_part` for all keys, with its gradient.
+
+    Results are arguments, and the Cell's have a dim more, since in a compiled function that PyNative differentiates a
+    `bprop` gets the results of the Cell's last call; ranges and places are float32 (see docs/mindspore.md).
+    """
 
     def __init__(self, scale, blocks):
         super().__init__(auto_prefix=False)
         self.scale, self.blocks = scale, blocks
+        self.used_bprop_inputs = (0, 1, 2, 3, 4, 5, 6, 7, 9)  # all but the Cell's results
 
-    def construct(self, query, key, value, first, last, places):
-        output, sums = attend_part(query, key, value, first, last, places, self.scale, self.blocks)
-        return ops.expand_dims(_cast(output, value.dtype), 0), ops.expand_dims(sums, 0)
+    def construct(self, query, key, value, first, last, places, output, sums):
+        return ops.expand_dims(output, 0), ops.expand_dims(sums, 0)
 
-    def bprop(self, query, key, value, first, last, places, out, dout):
-        output, sums, gradient, of_sums = out[0][0], out[1][0], dout[0][0], dout[1][0]
+    def bprop(self, query, key, value, first, last, places, output, sums, out, dout):
+        gradient, of_sums = dout[0][0], dout[1][0]
         delta = _sum(_cast(output, wide(output.dtype)) * _cast(gradient, wide(gradient.dtype)), 3)
         delta = ops.transpose(delta, (0, 2, 1)) - of_sums
         of_query, of_key, of_value = attend_gradient(
             query, key, value, first, last, places, self.scale, self.blocks, sums, delta, gradient
         )
         found = _cast(of_query, query.dtype), _cast(of_key, key.dtype), _cast(of_value, value.dtype)
-        return *found, ops.zeros_like(first), ops.zeros_like(last), ops.zeros_like(places)
+        others = ops.zeros_like(first), ops.zeros_like(last), ops.zeros_like(places)
+        return *found, *others, ops.zeros_like(output), ops.zeros_like(sums)
 
 
-_attention_cell = cache(_Attention)
+_with_gradient = cache(_WithGradient)
 
 
 def attend(
     query, key, value, first, last, places, scale, order=None, reach=(None, None), exact=False, algorithm="auto"
 ):
     """The operator `Attention`, whose arguments its function for models describes."""
-    (batch, length, heads, _), (_, key_length, _, size) = query.shape, value.shape
-    cell = _attention_cell(scale, _blocks(query.shape, key.shape, order, reach, exact))
-    first, last, places = _cast(first, ms.float32), _cast(last, ms.float32), _cast(places, ms.float32)
-    output, sums = cell(query, key, value, first, last, places)
-    return ops.reshape(output, (batch, length, heads, size)), ops.reshape(sums, (batch, heads, length))
+    blocks = _blocks(query.shape, key.shape, order, reach, exact)
+    ranges = _cast(first, ms.float32), _cast(last, ms.float32), _cast(places, ms.float32)
+    free = ops.stop_gradient(query), ops.stop_gradient(key), ops.stop_gradient(value)
+    output, sums = attend_part(*free, *ranges, scale, blocks)
+    output = _cast(output, value.dtype)
+    outputs, all_sums = _with_gradient(scale, blocks)(query, key, value, *ranges, output, sums)
+    return ops.reshape(outputs, output.shape), ops.reshape(all_sums, sums.shape)
 
 
 @cache

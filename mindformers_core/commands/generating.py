@@ -84,7 +84,8 @@ def make_generator(recipe, mesh, rank, batch, length, count, checkpoint):
     Raises:
         ValueError: a model that has no caches; on all ranks: tensors that differ from the model's, a damaged file.
     """
-    sizes, cells = replace(recipe.parallelism, sequence_parallel=False, context_parallel=1), {}
+    recipe = replace(recipe, parallelism=replace(recipe.parallelism, sequence_parallel=False, context_parallel=1))
+    cells = {}
     layers, stage_mesh, _ = stages_of(recipe, mesh, rank)
     pp_ranks, holders = mesh.group(rank, ("pp",)), stage_holders(recipe)
     for stage, part in layers.items():
@@ -97,7 +98,7 @@ def make_generator(recipe, mesh, rank, batch, length, count, checkpoint):
                 )
             net.add_caches(batch, length + count)
         plan = {"": {"output": layout("None", "None", "None")}} if stage == len(holders) - 1 else None
-        cells[stage] = shard(net, stage_mesh, sizes, plan, check_inputs=False, **shard_settings(recipe))
+        cells[stage] = shard(net, stage_mesh, recipe.parallelism, plan, check_inputs=False, **shard_settings(recipe))
     fill_weights(checkpoint, cells, recipe, mesh, rank)
     share_weights(cells.values())
     (place,), rows = mesh.coordinate(rank, ("dp",)), batch // mesh.axis_size("dp")

@@ -306,7 +306,11 @@ def _with_sizes(recipe, tensors, ranks, share):
     count, length = parts.get(section.seq_length, (1, 1))[1], small[section.seq_length]
     odd = length - count  # every rank has an odd number of positions
     is_free = share == 0 and length // count in range(4, length + 1, 2) and odd not in small.values()
-    is_free = is_free and all(section.seq_length % many == 0 or odd % few for many, few in divisors)
+    is_free = (
+        is_free
+        and fits(small | {section.seq_length: odd})
+        and all(section.seq_length % many == 0 or odd % few for many, few in divisors)
+    )
     return changed(small, odd if is_free else length)
 
 

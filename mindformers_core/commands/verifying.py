@@ -10,7 +10,7 @@ import numpy as np
 
 from mindformers_core.commands.shrinking import NARROWED, planned, shrunk_recipe
 from mindformers_core.data.datasets import dataset_of
-from mindformers_core.data.reading import batch_reader, ignored_rows, local_batch
+from mindformers_core.data.reading import balanced, batch_reader, ignored_rows, local_batch
 from mindformers_core.layout import Layout
 from mindformers_core.recipe.sections import batch_plan, micro_batches_of_a_run, recipe_mesh
 from mindformers_core.recipe.zero import mixed_precision
@@ -62,6 +62,8 @@ def verify_recipe(recipe, full=False):
 
     first = next(graph for (stage, _), (graph, _) in plans.items() if stage == 0)
     names = (recipe.spec.inputs or list(first.arguments))[: len(inputs)]
+    inputs = balanced(recipe, data).batch(0, plan.samples)
+    data = SimpleNamespace(batch=lambda first, count: [array[first : first + count] for array in inputs])
     whole = local_batch(plan, [Layout.on(mesh, ((),) * array.ndim) for array in inputs], 0, ignored_rows(recipe), data)
     passes = _passes(whole, plan, 1 if is_sum else 1 / plan.micro_batches, names)
     subject = SimpleNamespace(

@@ -5,6 +5,7 @@ from functools import cache, partial
 import numpy as np
 
 from mindformers_core.batches import batch_slices
+from mindformers_core.data.balanced import Balanced
 from mindformers_core.data.datasets import dataset_of
 from mindformers_core.data.streams import Stream
 from mindformers_core.layout import Layout
@@ -17,9 +18,11 @@ from mindformers_core.sharding.sharded_cells import tree_of
 def sample_arrays(recipe):
     """The whole arrays of one sample, each (1, …): a tuple of `TensorMeta`s."""
     if recipe.train_dataset.is_own:
-        found = tuple(tensor_meta((1, *shape), str(dtype)) for shape, dtype in _kinds(dataset_of(recipe)))
+        dataset = balanced(recipe, dataset_of(recipe))
+        found = tuple(tensor_meta((1, *shape), str(dtype)) for shape, dtype in _kinds(dataset))
     else:
         count = 3 if recipe.train_dataset.packing == "documents" else 2  # see `Sequences`
+        count = 4 if recipe.parallelism.order is None else count  # see `Balanced`
         found = (tensor_meta((1, recipe.train_dataset.seq_length), "int32"),) * count
     if recipe.spec.inputs and len(found) > len(recipe.spec.inputs):
         raise ValueError(
@@ -27,6 +30,14 @@ def sample_arrays(recipe):
             f"dataset gives {len(found)} arrays: name them all"
         )
     return found
+
+
+def balanced(recipe, dataset):
+    """A dataset with its tokens in the order of `parallelism.context_parallel_balance`."""
+    sizes = recipe.parallelism
+    if sizes.order == (0,):
+        return dataset
+    return Balanced(dataset, recipe.train_dataset.seq_length, sizes.context_parallel_balance, sizes.context_parallel)
 
 
 def micro_batch(recipe, net, stage=0):
@@ -64,7 +75,8 @@ def batch_reader(recipe, plan, cells, rank, dataset):
         rank: number of the rank.
         dataset: one whose samples have the same arrays.
     """
-    return partial(local_batch, plan, batch_layouts(recipe, cells, dataset), rank, ignored_rows(recipe))
+    given = plan, batch_layouts(recipe, cells, balanced(recipe, dataset)), rank, ignored_rows(recipe)
+    return lambda dataset, consumed=0: local_batch(*given, balanced(recipe, dataset), consumed)
 
 
 def batch_layouts(recipe, cells, dataset):

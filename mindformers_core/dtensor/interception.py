@@ -12,6 +12,7 @@ from mindformers_core import mindspore_private as private
 from mindformers_core.algorithms.draws import draw_whole
 from mindformers_core.algorithms.dropout import WITHOUT_SEEDS
 from mindformers_core.communication.world import process_state
+from mindformers_core.dtensor.compiled import in_graph
 from mindformers_core.dtensor.dispatch import dispatch
 from mindformers_core.dtensor.dtensor import DTensor, adopted
 from mindformers_core.lowering.compositions import composed
@@ -62,6 +63,8 @@ def custom_operator(name, function):
     operator = _operator(name, function)
 
     def call(*args):
+        if in_graph():  # of one card: a capture has other programs compiled
+            return function(*args)
         for tensor in args:
             if _is_dispatched(tensor):
                 return tensor.__fallback__(operator, args, {})

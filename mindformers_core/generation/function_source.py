@@ -9,7 +9,7 @@ from itertools import repeat
 from mindformers_core.capture.algorithm_graph import algorithm_of
 from mindformers_core.communication.world import world
 from mindformers_core.dtypes import wire_dtype
-from mindformers_core.generation.own_gradient import algorithm_comment, own_gradient_lines
+from mindformers_core.generation.own_gradient import own_gradient_lines
 from mindformers_core.lowering.operator_source import NamedTensor, literal
 from mindformers_core.operators import facts_of
 from mindformers_core.operators.registry import algorithm_named
@@ -276,11 +276,14 @@ class _FunctionWriter:
 
     def _algorithm(self, plan, taken, hint):
         """The operators and collectives of a distributed algorithm, in the operator's place."""
-        self.body.append(f"# {algorithm_comment(plan)}")
-        if algorithm_named(plan.algorithm).gradient is not None:
-            cell = self.module.own_gradient(plan, own_gradient_lines(plan, _FunctionWriter(self.plan, self.module)))
-            return self._own_gradient(plan, cell, taken, hint)
-        return self.algorithm_parts(plan, taken, hint)
+        comment = f"{plan.node.operator} over {', '.join(plan.cut_axes) or 'all parts'}: {plan.algorithm}"
+        self.body.append(f"# {comment}")
+        if algorithm_named(plan.algorithm).gradient is None:
+            return self.algorithm_parts(plan, taken, hint)
+        self.module.imports |= {"import mindspore as ms", "from mindspore import nn, ops"}
+        writer = _FunctionWriter(self.plan, self.module)
+        cell = self.module.own_gradient(plan.algorithm, own_gradient_lines(plan, comment, writer))
+        return self._with_own_gradient(plan, cell, taken, hint)
 
     def algorithm_parts(self, plan, taken, hint, **known):
         """The expressions that hold the results of an algorithm, or of its gradient (`of_gradient=True`)."""
@@ -301,16 +304,19 @@ class _FunctionWriter:
         constant = partial(self.module.constant, self.plan)
         return through_algorithm(plan, captured, taken, constant, part, **known)
 
-    def _own_gradient(self, plan, cell, taken, hint):
-        """The expressions that hold the results of an algorithm with its own gradient: see `own_gradient_lines`."""
-        self.module.imports |= {"import mindspore as ms", "from mindspore import nn, ops"}
-        given = zip(plan.consumed, taken)
-        passed = [name if is_float(value.dtype) else f"ops.cast({name}, ms.float32)" for (value, _), name in given]
-        names = [self.variable(hint) for _ in plan.outputs]
-        call = self._kept(f"{cell}({', '.join(passed)})", communicates=True)
-        self.body.append(f"{', '.join(names)}{',' * (len(names) == 1)} = {call}")
-        shapes = zip(names, plan.local_shapes)
-        return [self.assign(hint, f"ops.reshape({name}, {shape})") for name, shape in shapes]
+    def _with_own_gradient(self, plan, cell, taken, hint):
+        """The expressions that hold an algorithm's results, which have the gradient of a Cell: `own_gradient_lines`."""
+        self.keeper = None
+        floating = [is_float(value.dtype) for value, _ in plan.consumed]
+        free = [
+            self.assign(name.rpartition(".")[2], f"ops.stop_gradient({name})") if own else name
+            for name, own in zip(taken, floating)
+        ]
+        results = self.algorithm_parts(plan, free, hint)
+        passed = [name if own else f"ops.cast({name}, ms.float32)" for name, own in zip(taken, floating)]
+        names = [self.variable(hint) for _ in results]
+        self.body.append(f"{', '.join(names)}{',' * (len(names) == 1)} = {cell}({', '.join([*passed, *results])})")
+        return [self.assign(hint, f"ops.reshape({name}, {shape})") for name, shape in zip(names, plan.local_shapes)]
 
 
 def _parts(structure, expression):

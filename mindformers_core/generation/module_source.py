@@ -212,12 +212,12 @@ class ModuleWriter:
         text = collective_source(step, len(self._collectives) if self._separate else number)
         return self._object(self._collectives, collective_name(step), text)
 
-    def own_gradient(self, plan, lines):
+    def own_gradient(self, algorithm, lines):
         """Name of the object of a Cell with these lines, for an algorithm with its own gradient."""
         if tuple(lines) not in self._classes:
-            self._classes[tuple(lines)] = self._global("".join(map(str.capitalize, plan.algorithm.split("_"))))
+            self._classes[tuple(lines)] = self._global("".join(map(str.capitalize, f"{algorithm}_gradient".split("_"))))
         number = str(len(self._instances)) if self._separate else ""
-        return self._object(self._instances, plan.algorithm, f"{self._classes[tuple(lines)]}({number})")
+        return self._object(self._instances, f"{algorithm}_gradient", f"{self._classes[tuple(lines)]}({number})")
 
     def operator_call(self, node, args, kwargs):
         """An operator call as source; `NamedTensor`s stand for tensors."""

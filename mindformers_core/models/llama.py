@@ -5,7 +5,8 @@ from mindspore import nn, ops
 from mindspore.common.initializer import Normal
 
 from mindformers_core.layout import layout
-from mindformers_core.models.attention import KeyValueCache, LlamaAttention, causal_mask, document_mask, slot_mask
+from mindformers_core.models.attention import KeyValueCache, LlamaAttention
+from mindformers_core.models.positions import places_seen
 from mindformers_core.models.rotary import rotary_tables
 from mindformers_core.models.spec import LayerRange, ModuleSpec, build_module
 from mindformers_core.tensor_parallel.fp8 import get_fp8_context
@@ -66,9 +67,9 @@ class LlamaDecoderLayer(nn.Cell):
         self.post_attention_layernorm = norm(config.hidden_size, **settings)
         self.mlp = mlp(config, weight_init)
 
-    def construct(self, hidden_states, cosines, sines, mask, *slots):
+    def construct(self, hidden_states, cosines, sines, *seen):
         normed = self.input_layernorm(hidden_states)
-        hidden_states = ops.add(hidden_states, self.self_attn(normed, cosines, sines, mask, *slots))
+        hidden_states = ops.add(hidden_states, self.self_attn(normed, cosines, sines, *seen))
         return ops.add(hidden_states, self.mlp(self.post_attention_layernorm(hidden_states)))
 
 
@@ -91,6 +92,7 @@ class LlamaModel(nn.Cell):
     Attributes:
         is_first: whether the input is ids. The last stage has `embed_tokens`, too, if the output layer is tied.
         cache_length: number of slots of the layers' caches, where the model generates; else 0.
+        order: of the equal chunks of every sequence, see `static_order`.
     """
 
     def __init__(self, config, layer_spec=LLAMA_LAYER, layers=None):
@@ -99,7 +101,7 @@ class LlamaModel(nn.Cell):
         part = LayerRange(0, config.num_hidden_layers) if layers is None else layers
         dtype = getattr(ms, config.dtype)
         self.layer_offset, self.is_first = part.offset, part.is_first
-        self.embed_tokens, self.norm, self.cache_length = None, None, 0
+        self.embed_tokens, self.norm, self.cache_length, self.order = None, None, 0, (0,)
         if self.is_first or (part.is_last and config.tie_word_embeddings):
             weight_init = Normal(config.initializer_range)
             self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, weight_init, dtype)
@@ -115,24 +117,18 @@ class LlamaModel(nn.Cell):
         with get_fp8_context(layer_config, global_layer_number - 1, is_init=True):
             return build_module(layer_spec, layer_config, global_layer_number)
 
-    def construct(self, input_ids, positions=None, slots=None, starts=None):
+    def construct(self, input_ids, positions=None, places=None, slots=None, starts=None):
         hidden_states = input_ids
         if self.is_first and self.embed_tokens is not None:
             hidden_states = self.embed_tokens(input_ids)
         length = input_ids.shape[1] if slots is None else self.cache_length
         config = self.config
         cosines, sines = rotary_tables(length, config.head_dim, config.rope_theta, config.rope_scaling)
-        if positions is not None:
-            cosines, sines = ops.gather(cosines, positions, 0), ops.gather(sines, positions, 0)
-            context = cosines, sines, document_mask(positions)
-        elif slots is None:
-            context = cosines, sines, causal_mask(length)
-        else:
-            places = ops.relu(ops.sub(slots, ops.expand_dims(starts, -1)))  # those of padding don't matter
-            cosines, sines = ops.gather(cosines, places, 0), ops.gather(sines, places, 0)
-            context = cosines, sines, slot_mask(slots, starts, length), slots
+        own, ranges = places_seen(length, self.order, positions, places, slots, starts)
+        if own is not None:
+            cosines, sines = ops.gather(cosines, own, 0), ops.gather(sines, own, 0)
         for layer in self.layers.values():
-            hidden_states = layer(hidden_states, *context)
+            hidden_states = layer(hidden_states, cosines, sines, *ranges, slots)
         return hidden_states if self.norm is None else self.norm(hidden_states)
 
 
@@ -141,8 +137,9 @@ class LlamaForCausalLM(nn.Cell):
 
     With shifted `labels` (batch, length) the output is the mean cross-entropy, a float32 scalar, over the labels other
     than -100; or its sum, and their number (int32). Packed documents have `positions` (batch, length), int32, of each
-    token in its own, which attention doesn't look beyond. In a pipeline only the last stage has an output layer; the
-    others return hidden states (batch, length, hidden_size), which replace ids as the input of the next stage.
+    token in its own, which attention doesn't look beyond; tokens in another order than the row's have their `places`
+    in it, likewise, or all rows have the order of `order_chunks`. In a pipeline only the last stage has an output
+    layer; the others return hidden states (batch, length, hidden_size), which replace ids as the input of the next.
 
     After `add_caches` the model generates: a call also takes the slots of its positions (length,), the same for all
     rows, and of every row its first slot that isn't padding, `starts` (batch,); logits are those of the last position,
@@ -165,6 +162,10 @@ class LlamaForCausalLM(nn.Cell):
             self.lm_head = VocabParallelLinear(config.hidden_size, config.vocab_size, **settings)
         self.loss = VocabParallelCrossEntropy(loss=loss)
 
+    def order_chunks(self, order):
+        """Say in which order the equal chunks of every sequence lie, labels and positions as well: `static_order`."""
+        self.model.order = order
+
     def add_caches(self, batch, length):
         """Give every layer a `KeyValueCache` of `length` slots for `batch` rows."""
         self.model.cache_length = length
@@ -186,13 +187,13 @@ class LlamaForCausalLM(nn.Cell):
         batch = None if rows is tokens is ... else layout(rows, tokens)
         hidden = hidden_layout(config) if axes is None else layout(axes, *(sequence_entry(config) or (None,)), None)
         is_first = self.model.is_first and self.model.embed_tokens is not None
-        inputs = {"input_ids": batch if is_first else hidden, "labels": batch, "positions": batch}
+        inputs = {"input_ids": batch if is_first else hidden, "labels": batch, "positions": batch, "places": batch}
         if self.model.cache_length:
             inputs |= {"slots": layout(None), "starts": None if axes is None else layout(axes)}
         return inputs, hidden if self.model.norm is None else None, None
 
-    def construct(self, input_ids, labels=None, positions=None, slots=None, starts=None):
-        hidden_states = self.model(input_ids, positions, slots, starts)
+    def construct(self, input_ids, labels=None, positions=None, places=None, slots=None, starts=None):
+        hidden_states = self.model(input_ids, positions, places, slots, starts)
         if slots is not None and self.model.norm is not None:
             hidden_states = hidden_states[:, -1:]
         if self.lm_head is not None:

@@ -21,12 +21,6 @@ def rotary_tables(length, head_dim, theta, scaling=None):
     return ms.Tensor(cosines), ms.Tensor(sines)
 
 
-@ops.constexpr
-def positions(length):
-    """The int32 tensor 0 … length-1: a constant under `@ms.jit`."""
-    return ms.Tensor(np.arange(length, dtype=np.int32))
-
-
 def apply_rotary(x, cosines, sines):
     """Rotate the pairs (i, i + head_dim / 2) of each head by the angle of its position.
 

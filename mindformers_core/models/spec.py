@@ -152,7 +152,7 @@ MODELS = MappingProxyType(
             LlamaConfig,
             loss="sum",
             ignored={"labels": -100},
-            inputs=("input_ids", "labels", "positions"),
+            inputs=("input_ids", "labels", "positions", "places"),
             boundary=lambda config, batch, length: tensor_meta((batch, length, config.hidden_size), config.dtype),
             tied=lambda config: ("model.embed_tokens.weight",) if config.tie_word_embeddings else (),
             divided=_llama_divided,

@@ -72,12 +72,16 @@ def _check_sequence_divides(recipe):
     cuts = {"context_parallel": sizes.context_parallel}
     cuts |= {"tensor_parallel": sizes.tensor_parallel} if sizes.sequence_parallel else {}
     cuts, parts = {key: size for key, size in cuts.items() if size > 1}, math.prod(cuts.values())
-    if length % parts:
-        below, why = length // parts * parts, ", as sequence_parallel needs" if sizes.sequence_parallel else ""
+    chunks = math.lcm(parts, len(sizes.order or (0,)))
+    if length % chunks:
+        why, below = ", as sequence_parallel needs" if sizes.sequence_parallel else "", length // chunks * chunks
+        if length % parts == 0:
+            why = f", each of chunks of context_parallel_balance {sizes.context_parallel_balance}"
         raise ValueError(
             f"train_dataset.seq_length: {length} can't be cut into parallelism."
             f"{' x '.join(f'{key} {size}' for key, size in cuts.items())} parts{why}: try "
-            f"{f'{below} or ' if below else ''}{below + parts}"
+            f"{f'{below} or ' if below else ''}{below + chunks}"
+            f"{', or context_parallel_balance=contiguous' if length % parts == 0 else ''}"
         )
 
 
@@ -127,7 +131,7 @@ def _check_schedule(recipe):
 
 def _check_zero(recipe):
     sizes, level = recipe.parallelism, recipe.parallelism.zero_level
-    if level > 0 and sizes.data_parallel_shard == 1:
+    if level > 0 and sizes.data_parallel_shard == sizes.context_parallel == 1:
         raise ValueError(
             f"parallelism.zero_level: {level} shards {LEVELS[f'level{level}']} among data_parallel_shard ranks, but "
             f"parallelism.data_parallel_shard is 1, so nothing would be sharded: use data_parallel_shard=2 or more, or "

@@ -36,7 +36,7 @@ def fitting_ranks(path, overrides, whole, available, least=1):
             f"parallelism.data_parallel_replicate={left // shard if keeps else 1}",
             f"parallelism.data_parallel_shard={shard if keeps else left}",
         ]
-        if left == 1:  # nothing is sharded among one
+        if left == sizes.context_parallel == 1:  # nothing is sharded among one
             keys = ("zero_level=0", "reshard_after_forward=null", "gradient_accumulation_shard=null")
             changed += [f"parallelism.{key}" for key in keys]
         try:

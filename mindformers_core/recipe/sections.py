@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from mindformers_core.analysis.recovery import seconds_of
-from mindformers_core.batches import BatchPlan
+from mindformers_core.batches import BatchPlan, static_order
 from mindformers_core.hints import nearest
 from mindformers_core.layout import layout
 from mindformers_core.mesh import DeviceMesh
@@ -57,7 +57,8 @@ class Parallelism:
     comm_fusion: str | int | float | dict = field(default="auto", hash=False)  # see `parse_comm_fusion`
     tensor_parallel: int = bounded(1, 1, _RANKS)
     sequence_parallel: bool = False  # norms compute with the sequence dim sharded over the tp axis
-    context_parallel: int = bounded(1, 1, _RANKS)
+    context_parallel: int = bounded(1, 1, _RANKS)  # ranks that share every sequence
+    context_parallel_balance: Literal["zigzag", "contiguous", "area"] = "zigzag"  # whose tokens: docs/data.md
     pipeline_parallel: int = bounded(1, 1, 1024)  # ranks that layers are divided among; at 1 the keys below are ignored
     pipeline_parallel_schedule: str = "1f1b"  # a name of `SCHEDULES`, or the import path of a user's class
     # number of layers of every stage, of all ranks and chunks; default: equal
@@ -74,6 +75,11 @@ class Parallelism:
     def sequence_axes(self):
         """Mesh axes that shard each sequence, or None; `shard()` hooks read this attribute."""
         return ("cp",) if self.context_parallel > 1 else None
+
+    @property
+    def order(self):
+        """The order of equal chunks of every sequence, or None where it is data, see `static_order`."""
+        return static_order(self.context_parallel_balance, self.context_parallel)
 
 
 @dataclass(frozen=True)

@@ -10,18 +10,20 @@ def mixed_precision(recipe):
 
 
 def zero_settings(recipe, mesh):
-    """The keyword arguments of `hsdp()`; `mesh` is the whole mesh, with the axis `dp`.
+    """The keyword arguments of `hsdp()`; `mesh` is the whole mesh, with `MESH_AXES`.
 
-    `reshard_after_forward` is None below level 3. Between the backward passes of the micro-batches of a step nothing is
-    communicated.
+    Parameters are sharded over the ranks of `data_parallel_shard` and of `context_parallel`. `reshard_after_forward` is
+    None below level 3. Between the backward passes of the micro-batches of a step nothing is communicated.
     """
     sizes, dp_size = recipe.parallelism, mesh.axis_size("dp")
+    axes = sizes.batch_axes + (sizes.sequence_axes or ())  # of other data, and equal weights
     assert dp_size % sizes.data_parallel_replicate == 0, f"{mesh} was not made of this recipe's mesh_shape()"
     reshard = sizes.reshard_after_forward
     if sizes.zero_level == 3 and reshard is None:
         reshard = sizes.pipeline_parallel == 1  # in a pipeline every micro-batch would gather the weights again
     return {
-        "shard_size": dp_size // sizes.data_parallel_replicate if sizes.zero_level else 1,
+        "axis": axes,
+        "shard_size": mesh.axis_size(*axes) // sizes.data_parallel_replicate if sizes.zero_level else 1,
         "threshold": sizes.zero_threshold_kb,
         "optimizer_level": f"level{max(1, sizes.zero_level)}",
         "accumulate_grad_step": batch_plan(recipe, dp_size).runs,

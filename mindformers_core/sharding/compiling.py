@@ -16,9 +16,9 @@ from pathlib import Path
 from weakref import ref
 
 import mindspore as ms
-from mindspore.ops.primitive import PrimitiveWithInfer
 
 from mindformers_core.communication.world import process_state, world
+from mindformers_core.dtensor.compiled import ConstantOfPython
 from mindformers_core.dtensor.dtensor import DTensor
 from mindformers_core.dtypes import dtype_name
 from mindformers_core.operators import TensorMeta
@@ -45,15 +45,6 @@ def register_cell(tree, path):
 def _cell(number):
     tree, path = _state()["cells"][number]
     return tree(), path
-
-
-class ConstantOfPython(PrimitiveWithInfer):
-    """An operator whose result is a constant: while types are inferred, its `__infer__` gives it."""
-
-    def __init__(self):
-        super().__init__(type(self).__name__)
-        self.set_const_prim(True)
-        self.add_prim_attr("constexpr_prim", True)
 
 
 class _ChooseProgram(ConstantOfPython):

@@ -13,10 +13,10 @@ from weakref import WeakKeyDictionary
 from mindspore import Parameter, Tensor, nn
 
 from mindformers_core.communication.world import process_state
+from mindformers_core.dtensor.compiled import ConstantOfPython
 from mindformers_core.mindspore_private import ALL_FINITE, CLIP_BY_GLOBAL_NORM, TOTAL_NORM
 from mindformers_core.program.structure import tree_leaves
 from mindformers_core.scopes import entered, once
-from mindformers_core.sharding.compiling import ConstantOfPython
 
 # classes whose step takes norms, means or matrices of a tensor, by the algorithm's name: own ones are alike
 _BY_TENSOR = frozenset({

@@ -12,12 +12,12 @@ import mindspore as ms
 from mindspore import nn
 
 from mindformers_core.communication import world
+from mindformers_core.dtensor.compiled import in_graph
 from mindformers_core.dtensor.dtensor import DTensor
 from mindformers_core.hints import nearest
 from mindformers_core.layout import LayoutSpec
 from mindformers_core.program.structure import call_signature, tree_map
 from mindformers_core.propagation.strategies import layouts_of, mesh_of
-from mindformers_core.sharding.compiling import ConstantOfPython
 from mindformers_core.sharding.shard import FULL_BATCH, ShardConfig, shard as shard_cell
 
 DATA_PARALLEL = "data_parallel"
@@ -29,19 +29,6 @@ class _Samples(LayoutSpec):
 
     def _dims(self, mesh, ndim, arriving):
         return super()._dims(mesh, ndim, arriving) if ndim else []
-
-
-class _InGraph(ConstantOfPython):
-    """Whether it is compiled."""
-
-    def __call__(self):
-        return False
-
-    def __infer__(self):
-        return {"dtype": None, "shape": None, "value": True}
-
-
-_in_graph = _InGraph()
 
 
 def shard(
@@ -100,7 +87,7 @@ def shard(
         results = part(*args, **kwargs)
         if out_strategy is None:
             results = results[0]
-        return results if _in_graph() else tree_map(_local, results)
+        return results if in_graph() else tree_map(_local, results)
 
     function.cell = part
     return function

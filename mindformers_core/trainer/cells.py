@@ -46,18 +46,36 @@ def build_model(recipe, part=None):
     """The recipe's model with its adapters, or the stage of it with the layers `part`, on the meta device.
 
     Raises:
-        ValueError: a pattern of `adapters.patterns` matches no layer of the whole model.
+        ValueError: a pattern of `adapters.patterns` matches no layer of the whole model; or a model that doesn't take
+            tokens in the order of `parallelism.context_parallel_balance`.
     """
     section = recipe.adapters
     with ms.DeviceCtx("meta"):
         net = recipe.spec.build(recipe.model, part)
         whole = recipe.spec.build(recipe.model) if section.rank and part is not None else net
+    _give_order(recipe, net)
     if section.rank:
         own = {path for path, _ in net.cells_and_names()}
         with errors_at("adapters.patterns: ", f": {section.page}"):
             paths = [path for path in adapted_layers(whole, section.patterns) if path in own]
             add_adapters(net, section.rank, paths, section.alpha, section.dropout)
     return net
+
+
+def _give_order(recipe, net):
+    """Tell a model in which order tokens come; of rows with orders of their own, they are an input of it."""
+    order = recipe.parallelism.order
+    if order == (0,):
+        return
+    if "places" not in recipe.spec.inputs if order is None else not hasattr(net, "order_chunks"):
+        raise ValueError(
+            f"parallelism.context_parallel_balance: {recipe.parallelism.context_parallel_balance} puts tokens into "
+            f"another order, but {recipe.model_name} has no "
+            f"{'input places' if order is None else 'method order_chunks(order)'}: use contiguous, or see "
+            "docs/models.md"
+        )
+    if order is not None:
+        net.order_chunks(order)
 
 
 def check_patterns(recipe):

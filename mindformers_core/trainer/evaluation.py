@@ -7,7 +7,7 @@ from itertools import groupby, islice
 import mindspore as ms
 
 from mindformers_core.batches import BatchPlan
-from mindformers_core.data.reading import batch_layouts, local_batch
+from mindformers_core.data.reading import balanced, batch_layouts, local_batch
 from mindformers_core.lazy_exports import import_object
 from mindformers_core.scopes import replaced
 from mindformers_core.sharding.sharded_cells import tree_of
@@ -48,6 +48,7 @@ def evaluate(recipe, plan, rank, cells, forward, dataset):
         forward: see `pipeline_passes`.
         dataset: see `dataset_of`.
     """
+    dataset = balanced(recipe, dataset)
     layouts, form, found = batch_layouts(recipe, cells, dataset), recipe.spec.loss, []
     alike = [each.replace(dims=[tuple(a for a in dim if a != "dp") for dim in each.dims]) for each in layouts]
 

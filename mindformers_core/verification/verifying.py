@@ -227,6 +227,6 @@ def _replica(net, rank):
     """Number of the replica, with a batch of its own, that a rank belongs to, and number of replicas."""
     settings, mesh = tree_of(net).storage.settings, tree_of(net).mesh
     axes = () if settings is None else (*settings.replicate_axes, *settings.shard_axes)
-    if not axes or not {settings.axis, *axes}.isdisjoint(mesh.axis_names):
+    if not axes or not {*settings.axes, *axes}.isdisjoint(mesh.axis_names):
         return 0, 1
     return settings.mesh.group_index(rank, axes), settings.group_size

@@ -30,7 +30,7 @@ def apply_hsdp(tree, settings, units, fusion, has_axis):
         settings: the `HsdpSettings`.
         units: paths of the Cells that are units at level 3.
         fusion: a `Fusion` for every kind of collective.
-        has_axis: whether the tree is sharded over the data-parallel axis.
+        has_axis: whether the tree is sharded over the data-parallel axes.
 
     Raises:
         ValueError: a parameter that is sharded over the data-parallel axis, or that has no gradient but is trained;
@@ -54,7 +54,7 @@ def apply_hsdp(tree, settings, units, fusion, has_axis):
             parameter.unwritable = f"parameter '{plan.path}' is written by a Cell, and {_UNWRITABLE[plan.is_copied]}"
         shard_layout = Layout.on(settings.mesh, dims)
         parameters.append(ShardedParameter(plan, parameter, source, shard_layout, index, settings.shard_size, meter))
-        marks = (settings.axis,) if has_axis else ()
+        marks = settings.axes if has_axis else ()
         tree.parameter_layouts[plan.path] = parameter.computing_layout = layout.replace(varying=marks)
     buckets = _buckets(plans, settings, fusion)
     storage = HsdpStorage(tree, settings, parameters, *buckets, meter)
@@ -79,10 +79,10 @@ def _plans(tree, settings, units):
             holding.setdefault(id(parameter), set()).add(unit_of(path, units))
     plans = []
     for path, parameter in tree.cells[""].parameters_and_names():
-        if any(settings.axis in axes for axes in parameter.layout.dims):
+        if cut := parameter.layout.cut_axes.intersection(settings.axes):
             raise ValueError(
                 f"parameter '{path}' of {tree.label('')} is declared as {parameter.layout}, cut over axis "
-                f"'{settings.axis}', which hsdp() cuts parameters over: leave that axis out of its layout"
+                f"'{min(cut)}', which hsdp() cuts parameters over: leave that axis out of its layout"
             )
         own = _model_dtype(parameter)
         floats = is_float(own)

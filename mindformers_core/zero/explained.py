@@ -4,6 +4,7 @@ from mindformers_core.dtypes import ITEM_BYTES
 from mindformers_core.hints import bytes_shown
 from mindformers_core.zero.formulas import StepPlan, bucket_traffic
 from mindformers_core.zero.plan import LEVELS
+from mindformers_core.zero.settings import shown_axes
 
 _NAMES = {"allgather": "all_gather", "reducescatter": "reduce_scatter", "allreduce": "all_reduce"}
 
@@ -17,14 +18,14 @@ def step_plan(storage, compiled=False):
 
 def explained_lines(step):
     """Lines of text for a `StepPlan`."""
-    settings = step.settings
+    settings, named = step.settings, shown_axes(step.settings.axes)
     if settings.shard_size == 1:
-        head = f"Under hsdp(): plain data parallelism over the {step.replicas} ranks of axis '{settings.axis}'."
+        head = f"Under hsdp(): plain data parallelism over the {step.replicas} ranks of {named}."
     else:
         groups = f", in {step.replicas} groups that hold the same" if step.replicas > 1 else ""
         head = (
             f"Under hsdp(), {settings.level}: {LEVELS[settings.level]} in {settings.shard_size} parts over "
-            f"axis '{settings.axis}'{groups}."
+            f"{named}{groups}."
         )
     lines, cut = [head], [plan for plan in step.plans if plan.dim is not None]
     if cut:

@@ -23,7 +23,7 @@ from mindformers_core.sharding.sharded_cells import ShardedCell, tree_and_path, 
 from mindformers_core.zero.apply import apply_hsdp
 from mindformers_core.zero.buckets import parse_comm_fusion
 from mindformers_core.zero.precision import MixedPrecision
-from mindformers_core.zero.settings import HsdpSettings, data_parallel_axes
+from mindformers_core.zero.settings import HsdpSettings, data_parallel_axes, shown_axes
 from mindformers_core.zero.storage import HsdpStorage, storage_of
 from mindformers_core.zero.units import find_units
 
@@ -61,8 +61,8 @@ def hsdp(
             those without a dim that can be sharded; `explain()` and `memory_report()` list them.
         optimizer_level: `"level1"`, `"level2"` or `"level3"`, see above.
         accumulate_grad_step: micro-steps of a step, over which gradients are averaged.
-        axis, mesh: the data-parallel axis, and a mesh with it where the Cell isn't sharded over it, and with the axes
-            (of size 1) that a plain Cell's `shard()` hooks name. Default: all ranks.
+        axis, mesh: the data-parallel axis, or several as a tuple, and a mesh with it where the Cell isn't sharded over
+            it, and with the axes (of size 1) that a plain Cell's `shard()` hooks name. Default: all ranks.
         gradients_mean: whether gradients are averaged over the axis. Default: where ranks have losses of their own.
         comm_fusion: the buckets of collectives, see `parse_comm_fusion`. Default: 64 MB.
         reshard_after_forward: at level 3, whether a unit's weights are freed after its forward pass. Otherwise all are
@@ -76,9 +76,10 @@ def hsdp(
     Raises:
         TypeError, ValueError: an invalid argument; a second call; an optimizer that holds the parameters already.
     """
-    mesh, has_axis = _checked_mesh(cell, axis, mesh, gradients_mean)
+    axes = (axis,) if isinstance(axis, str) else axis
+    mesh, has_axis = _checked_mesh(cell, axes, mesh, gradients_mean)
     settings = HsdpSettings(
-        *data_parallel_axes(mesh, axis, shard_size), axis, shard_size, threshold, optimizer_level,
+        *data_parallel_axes(mesh, axes, shard_size), axes, shard_size, threshold, optimizer_level,
         accumulate_grad_step, reshard_after_forward, prefetch,
         MixedPrecision() if mixed_precision is None else mixed_precision,
         not has_axis if gradients_mean is None else gradients_mean, gradient_accumulation_shard,
@@ -86,18 +87,18 @@ def hsdp(
     fusion = parse_comm_fusion(comm_fusion)
     units = find_units(cell) if units is None else _checked_units(cell, units)
     refuse_optimizers_of(cell, "hsdp")
-    apply_hsdp(_sharded_tree(cell, mesh, axis), settings, units, fusion, has_axis)
+    apply_hsdp(_sharded_tree(cell, mesh, axes), settings, units, fusion, has_axis)
     return cell
 
 
-def _sharded_tree(cell, mesh, axis):
+def _sharded_tree(cell, mesh, axes):
     """The `ShardedTree` of a Cell; a plain one is sharded over this rank alone.
 
     Its mesh is that of the other axes, for the Cell's hooks, where their size is 1.
     """
     if isinstance(cell, ShardedCell):
         return tree_of(cell)
-    rank, others = world().rank, [name for name in mesh.axis_names if name != axis]
+    rank, others = world().rank, [name for name in mesh.axis_names if name not in axes]
     of_hooks = others and mesh.axis_size(*others) == 1
     advice = (
         " (hsdp() shards a plain Cell over one rank: where its hooks name mesh axes, call shard() before, or give "
@@ -130,38 +131,38 @@ def _refuse_second(cell):
                 )
 
 
-def _checked_mesh(cell, axis, mesh, gradients_mean):
-    """The mesh with the data-parallel axis, and whether the Cell is sharded over that axis."""
+def _checked_mesh(cell, axes, mesh, gradients_mean):
+    """The mesh with the data-parallel axes, and whether the Cell is sharded over these."""
     if not isinstance(cell, nn.Cell):
         raise TypeError(f"hsdp() takes a Cell, an instance of a subclass of nn.Cell, not {cell!r}")
-    if not isinstance(axis, str):
-        raise TypeError(f"hsdp(axis={axis!r}): should be the name of one mesh axis")
+    if not (isinstance(axes, tuple) and axes and all(isinstance(axis, str) for axis in axes)):
+        raise TypeError(f"hsdp(axis={axes!r}): should be the name of a mesh axis, or a tuple of names")
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise TypeError(f"hsdp(mesh={mesh!r}): should be a DeviceMesh, as init_device_mesh() makes it")
     _refuse_second(cell)
     own = tree_of(cell).mesh if isinstance(cell, ShardedCell) else None
     if mesh is None:
-        mesh = DeviceMesh((world().size,), (axis,)) if own is None else own
+        mesh = DeviceMesh((*(1 for _ in axes[1:]), world().size), axes) if own is None else own
     if world().rank not in mesh:
         raise ValueError(
             f"hsdp(mesh={mesh!r}): this is rank {world().rank}, which isn't in it: give a mesh that has it"
         )
     if own is not None and own != mesh:
-        _check_part(cell, own, axis, mesh)
-    has_axis = own is not None and axis in own.axis_names
+        _check_part(cell, own, axes, mesh)
+    has_axis = own is not None and {*axes} <= {*own.axis_names}
     if gradients_mean is True and has_axis:
         raise ValueError(
-            f"hsdp(gradients_mean=True): {cell_label('', cell)} is sharded over axis '{axis}', so its loss is that of "
-            "the whole batch, and gradients are terms of a sum: leave gradients_mean out"
+            f"hsdp(gradients_mean=True): {cell_label('', cell)} is sharded over {shown_axes(axes)}, so its loss is "
+            "that of the whole batch, and gradients are terms of a sum: leave gradients_mean out"
         )
     return mesh, has_axis
 
 
-def _check_part(cell, own, axis, mesh):
+def _check_part(cell, own, axes, mesh):
     """Raise `ValueError` for a Cell on a mesh `own` that isn't this rank's sub-mesh of `mesh`."""
-    if axis in own.axis_names:
+    if had := [axis for axis in axes if axis in own.axis_names]:
         raise ValueError(
-            f"hsdp(mesh={mesh!r}): {cell_label('', cell)} is sharded over {own!r}, which has axis '{axis}': leave "
+            f"hsdp(mesh={mesh!r}): {cell_label('', cell)} is sharded over {own!r}, which has axis '{had[0]}': leave "
             "mesh out"
         )
     parts = set(own.axis_names) <= set(mesh.axis_names)

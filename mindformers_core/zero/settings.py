@@ -14,7 +14,8 @@ class HsdpSettings:
 
     Attributes:
         mesh, shard_axes, replicate_axes: see `data_parallel_axes`.
-        axis, shard_size, threshold, level, accumulate_grad_step, reshard_after_forward, prefetch, precision,
+        axes: the data-parallel ones, major to minor.
+        shard_size, threshold, level, accumulate_grad_step, reshard_after_forward, prefetch, precision,
             gradient_accumulation_shard: see `hsdp`.
         gradients_mean: whether gradients are averaged over data-parallel ranks; otherwise they are terms of a sum.
 
@@ -25,7 +26,7 @@ class HsdpSettings:
     mesh: DeviceMesh
     shard_axes: tuple
     replicate_axes: tuple
-    axis: str
+    axes: tuple
     shard_size: int
     threshold: float
     level: str
@@ -89,35 +90,53 @@ def _check_int(name, value, least):
         raise ValueError(f"hsdp({name}={value}): should be at least {least}")
 
 
-def data_parallel_axes(mesh, axis, shard_size):
+def data_parallel_axes(mesh, axes, shard_size):
     """`(mesh, shard_axes, replicate_axes)`: the axes of one mesh that parameters are sharded and replicated over.
 
-    Where `shard_size` is smaller than the data-parallel `axis` of the given mesh, that axis is split into
-    `axis_replicate` and `axis_shard`: see `DeviceMesh.split_axis`.
+    Shards are those of neighbours, of the last ones of the data-parallel `axes`. Where `shard_size` cuts one of these
+    axes, it is split into `axis_replicate` and `axis_shard`: see `DeviceMesh.split_axis`.
 
     Raises:
-        TypeError, ValueError: an unknown axis; a size that doesn't divide the axis; a mesh with axes of those names.
+        TypeError, ValueError: an unknown axis; a size that doesn't divide the axes; a mesh with axes of those names.
     """
-    if axis not in mesh.axis_names:
-        raise ValueError(
-            f"hsdp(axis={axis!r}): the mesh has the axes {', '.join(mesh.axis_names)}{nearest(axis, mesh.axis_names)}; "
-            "where the Cell is sharded over other axes, give the whole mesh: hsdp(…, mesh=…)"
-        )
-    _check_int("shard_size", shard_size, 1)
-    size = mesh.axis_size(axis)
-    if size % shard_size:
-        fitting = [number for number in range(1, size + 1) if size % number == 0]
-        raise ValueError(
-            f"hsdp(shard_size={shard_size}): doesn't divide the {size} ranks of axis '{axis}' of {mesh}: choose of "
-            f"{', '.join(map(str, fitting))}"
-        )
-    if shard_size in (1, size):
-        return (mesh, (axis,), ()) if shard_size == size else (mesh, (), (axis,))
-    names = replicate, shard = f"{axis}_replicate", f"{axis}_shard"
-    for name in names:
-        if name in mesh.axis_names:
+    for axis in axes:
+        if axis not in mesh.axis_names:
             raise ValueError(
-                f"hsdp(shard_size={shard_size}) cuts axis '{axis}' of {mesh} into {' and '.join(names)}, but the mesh "
-                f"has an axis '{name}': rename that"
+                f"hsdp(axis={axis!r}): the mesh has the axes {', '.join(mesh.axis_names)}"
+                f"{nearest(axis, mesh.axis_names)}; where the Cell is sharded over other axes, give the whole mesh: "
+                "hsdp(…, mesh=…)"
             )
-    return mesh.split_axis(axis, **{replicate: size // shard_size, shard: shard_size}), (shard,), (replicate,)
+    _check_int("shard_size", shard_size, 1)
+    fitting, inner = [], 1
+    for size in map(mesh.axis_size, reversed(axes)):
+        fitting += [inner * part for part in range(1, size + 1) if size % part == 0 and inner * part not in fitting]
+        inner *= size
+    if shard_size not in fitting:
+        raise ValueError(
+            f"hsdp(shard_size={shard_size}): doesn't divide the {inner} ranks of {shown_axes(axes)} of {mesh}: choose "
+            f"of {', '.join(map(str, fitting))}"
+        )
+    sharding, replicating, left = (), (), shard_size
+    for axis in reversed(axes):
+        size = mesh.axis_size(axis)
+        part, left = min(left, size), max(1, left // size)
+        if part == size:
+            sharding = (axis, *sharding)
+        elif part == 1:
+            replicating = (axis, *replicating)
+        else:
+            names = replicate, shard = f"{axis}_replicate", f"{axis}_shard"
+            for name in names:
+                if name in mesh.axis_names:
+                    raise ValueError(
+                        f"hsdp(shard_size={shard_size}) cuts axis '{axis}' of {mesh} into {' and '.join(names)}, but "
+                        f"the mesh has an axis '{name}': rename that"
+                    )
+            mesh = mesh.split_axis(axis, **{replicate: size // part, shard: part})
+            sharding, replicating = (shard, *sharding), (replicate, *replicating)
+    return mesh, sharding, replicating
+
+
+def shown_axes(axes):
+    """Axes in a sentence: `axis 'dp'`, `axes 'dp' and 'cp'`."""
+    return f"{'axis' if len(axes) == 1 else 'axes'} {' and '.join(map(repr, axes))}"

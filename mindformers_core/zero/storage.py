@@ -229,7 +229,7 @@ class HsdpStorage(ParameterStorage):
 
     def explained(self):
         """See `ParameterStorage`."""
-        step, axes = step_plan(self), (self.settings.axis, "hsdp")
+        step, axes = step_plan(self), (*self.settings.axes, "hsdp")
         traffic = {(axes, *key): sent for key, sent in traffic_of_step(step).items() if sent[1]}
         return explained_lines(step), self.settings.accumulate_grad_step, traffic
 
