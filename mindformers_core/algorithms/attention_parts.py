@@ -1,7 +1,7 @@
 """Attention of chunks of queries to chunks of keys of one part of a sequence, added to that of other parts.
 
-Tensors are stacks of chunks (chunks, batch, length of a chunk, …). A call multiplies some pairs of chunks, its slots, as
-many and alike on all ranks. A constant of the rank says which they are, so that graphs differ in nothing else: of a
+Tensors are stacks of chunks (chunks, batch, length of a chunk, …). A call multiplies some pairs of chunks, its slots,
+as many and alike on all ranks. A constant of the rank says which they are, so that graphs differ in nothing else: of a
 product with a constant 0, say, MindSpore's compiler keeps nothing.
 
 The table of slots is int32 (3 + 2 * chunks, slots). Row 0 is a number that no other table of a program has, since equal

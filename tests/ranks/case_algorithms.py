@@ -21,7 +21,7 @@ from mindformers_core.sharding.compiling import jit
 from mindformers_core.tensor_parallel import shard
 from mindformers_core.tensor_parallel.attention import attention
 
-COLUMNS, ROWS, ROWS_OF_TOKENS = layout(None, "tp"), layout("tp", None), layout(None, "tp", None)
+COLUMNS, ROWS = layout(None, "tp"), layout("tp", None)
 
 
 ENGINES = "eager", "generated"
@@ -157,22 +157,32 @@ def case_joint_and_offered_cuts():
     check(offered, [rows], [layout()])
 
 
-def attentions(order, *algorithms):
-    """Causal attention of tokens (batch, length, 16) to themselves, the chunks of their sequence in some order."""
-    places = Tensor(np.arange(8, dtype=np.int32).reshape(len(order), -1)[list(order)].reshape(1, 8))
+def attentions(times, *algorithms):
+    """By each algorithm causal attentions in a row, of tokens (batch, length, 16) in an order of balanced chunks."""
+    order = 0, 3, 1, 2
+    places = Tensor(np.arange(8, dtype=np.int32).reshape(4, 2)[list(order)].reshape(1, 8))
 
     def attend(algorithm, x):
-        given = ops.reshape(x, (2, 8, 4, 4)), ops.reshape(x * 2, (2, 8, 4, 4)), ops.reshape(ops.tanh(x), (2, 8, 4, 4))
-        known = places * 0, places + 1, places, 0.5, order, (None, 0), True, algorithm
-        return attention(*given, *known)[0]
+        for _ in range(times):
+            given = (ops.reshape(each, (2, 8, 4, 4)) for each in (x, ops.tanh(x), x * 2))
+            known = places * 0, places + 1, places, 0.5, order, (None, 0), True, algorithm
+            x = ops.reshape(attention(*given, *known)[0], (2, 8, 16))
+        return x
 
     return {algorithm: partial(attend, algorithm) for algorithm in algorithms}
 
 
+TOKENS = np.random.default_rng(5).normal(size=(2, 8, 16)).astype(np.float32)
+
+
 @on_ranks(2)
+def case_attention_in_a_ring():
+    check(attentions(1, "ring"), [TOKENS], [layout(None, "tp", None)])
+
+
+@on_ranks(nightly=(2,))
 def case_attention_over_a_cut_sequence():
-    tokens = np.random.default_rng(5).normal(size=(2, 8, 16)).astype(np.float32)
-    check(attentions((0, 3, 1, 2), "ring", "gather", "all_to_all"), [tokens], [ROWS_OF_TOKENS])
+    check(attentions(2, "ring", "gather", "all_to_all"), [TOKENS], [layout(None, "tp", None)])
 
 
 def dropping():

@@ -194,7 +194,7 @@ def ranged_attention(
     ways, whole = _WAYS[algorithm]
     sizes = {"g": groups, "r": heads // groups}
     plain = equation(f"{inputs} -> b s g*r v, b g*r s", *tensors, sizes=sizes, whole=("d", "v", *whole), reduced={})
-    return replace(plain, **ways)
+    return replace(plain, yielding=(1, 2, 3, 4, 5), **ways)
 
 
 def attention_part(output, sums, query, both, *others):
