@@ -17,8 +17,8 @@ from transfers import transfer_variants
 from mindformers_core.communication import world
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.models import LlamaConfig
-from mindformers_core.models.attention import causal_mask
 from mindformers_core.models.llama import LlamaDecoderLayer
+from mindformers_core.models.positions import places_seen
 from mindformers_core.models.rotary import rotary_tables
 from mindformers_core.pipeline import PipelineScheduleMulti, PipelineStage, Schedule1F1B, simulate
 from mindformers_core.pipeline.schedules.named import SCHEDULES, schedule_class
@@ -53,9 +53,9 @@ class Part(nn.Cell):
 
     def construct(self, hidden_states):
         tables = rotary_tables(LENGTH, CONFIG.head_dim, CONFIG.rope_theta)
-        mask = causal_mask(LENGTH)
+        _, seen = places_seen(LENGTH, (0,))
         for layer in self.layers.values():
-            hidden_states = layer(hidden_states, *tables, mask)
+            hidden_states = layer(hidden_states, *tables, *seen)
         return ops.mean(ops.square(hidden_states)) if self.is_last else hidden_states
 
 

@@ -20,8 +20,8 @@ from mindformers_core.communication import world
 from mindformers_core.layout import layout
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.models import LlamaConfig
-from mindformers_core.models.attention import causal_mask
 from mindformers_core.models.llama import LlamaDecoderLayer
+from mindformers_core.models.positions import places_seen
 from mindformers_core.models.rotary import rotary_tables
 from mindformers_core.sharding.initialize import materialize
 from mindformers_core.tensor_parallel import DTensor, jit, shard
@@ -50,7 +50,7 @@ def make_variants():
     mesh = init_device_mesh((TP,), ("tp",))
     mlp = (lambda _: MLPLayer(HIDDEN, MLP_INNER), lambda _: HandwrittenMLPLayer(HIDDEN, MLP_INNER, TP))
     decoder = (lambda n: LlamaDecoderLayer(CONFIG, n), lambda n: HandwrittenDecoderLayer(CONFIG, n, TP))
-    tables = (*rotary_tables(LENGTH, CONFIG.head_dim, CONFIG.rope_theta), causal_mask(LENGTH))
+    tables = (*rotary_tables(LENGTH, CONFIG.head_dim, CONFIG.rope_theta), *places_seen(LENGTH, (0,))[1])
     models = model_variants("mlp", mesh, *mlp, ()) + model_variants("transformer", mesh, *decoder, tables)
     return models + operator_variants(mesh)
 

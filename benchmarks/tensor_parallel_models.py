@@ -89,8 +89,8 @@ class HandwrittenDecoderLayer(LlamaDecoderLayer):
         self.copy = CopyToRanks()
         self.sum = SumOverRanks()
 
-    def construct(self, hidden_states, cosines, sines, mask):
+    def construct(self, hidden_states, cosines, sines, *seen):
         normed = self.copy(self.input_layernorm(hidden_states))
-        hidden_states = ops.add(hidden_states, self.sum(self.self_attn(normed, cosines, sines, mask)))
+        hidden_states = ops.add(hidden_states, self.sum(self.self_attn(normed, cosines, sines, *seen)))
         normed = self.copy(self.post_attention_layernorm(hidden_states))
         return ops.add(hidden_states, self.sum(self.mlp(normed)))

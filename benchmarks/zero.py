@@ -21,8 +21,8 @@ from mindformers_core import communication
 from mindformers_core.communication import world
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.models import LlamaConfig
-from mindformers_core.models.attention import causal_mask
 from mindformers_core.models.llama import LlamaDecoderLayer
+from mindformers_core.models.positions import places_seen
 from mindformers_core.models.rotary import rotary_tables
 from mindformers_core.sharding.initialize import materialize
 from mindformers_core.tensor_parallel import shard
@@ -72,7 +72,7 @@ def make_variants():
     """All variants, once they are checked to leave the single process's parameters."""
     x = np.random.default_rng(SEED).normal(size=(BATCH, LENGTH, HIDDEN)).astype(np.float32)
     whole, share = Tensor(x), Tensor(np.split(x, DP)[world().rank])
-    tables = (*rotary_tables(LENGTH, CONFIG.head_dim, CONFIG.rope_theta), causal_mask(LENGTH))
+    tables = (*rotary_tables(LENGTH, CONFIG.head_dim, CONFIG.rope_theta), *places_seen(LENGTH, (0,))[1])
     truth = parameters_after_steps(*single_of((whole, *tables), False))
     variants = []
     for mode in MODES:

@@ -9,6 +9,7 @@ import numpy as np
 from mindformers_core.files import write_whole
 
 FOLDER = "MINDFORMERS_SUPERVISOR"  # an environment variable
+MEMORY = "MINDFORMERS_MEMORY"  # another one: a folder in memory that it holds
 FOR_OTHERS = 75  # exit code of a rank that ends since others failed or wait, or as a signal asks; EX_TEMPFAIL
 
 

@@ -224,6 +224,8 @@ def watch(msrun, msrun_log, follower, ending):
         if is_supervised and ending.deadline is None and not failures and is_gone(scheduler):
             print("msrun_launch.sh: the scheduler is gone: workers leave", file=sys.stderr)
             failures[SCHEDULER] = -signal.SIGKILL
+            with suppress(OSError):  # ranks that leave would wait for one that is stopped
+                os.kill(scheduler, signal.SIGKILL)
             ending.begin()
         if ending.pass_on(ranks):
             kill_children(msrun.pid)

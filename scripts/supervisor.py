@@ -15,10 +15,11 @@ import time
 from pathlib import Path
 
 import numpy as np
+from memory import held_memory
 from processes import become_subreaper, end_with_parent, kill_children
 
 from mindformers_core.recipe.fitting import fitting_ranks
-from mindformers_core.supervised import FOLDER, FOR_OTHERS
+from mindformers_core.supervised import FOLDER, FOR_OTHERS, MEMORY
 
 POLL_SECONDS = 0.2
 LONGEST_PAUSE = 60  # seconds
@@ -50,14 +51,16 @@ def main():
     )
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, supervisor.hear)
-    sys.exit(supervisor.run())
+    with held_memory() as folder:
+        os.environ |= {MEMORY: folder} if folder else {}
+        sys.exit(supervisor.run())
 
 
 def read_settings(environ, workers):
     """`SETTINGS` from the environment: a dict, in lower case.
 
     Raises:
-        ValueError: one is no whole number from 0 up, or more workers are asked for than there are.
+        ValueError: one is no whole number from 0 up, more workers are asked for than there are, or as of `slots`.
     """
     found = {}
     for name, (default, _) in SETTINGS.items():
@@ -68,17 +71,26 @@ def read_settings(environ, workers):
     least = found["min_workers"] = found["min_workers"] or workers
     if least > workers:
         raise ValueError(f"MIN_WORKERS={least}, but there are {workers} workers: give at most {workers}")
+    slots(environ, workers)
     return found
 
 
 def slots(environ, workers):
-    """The processes, numbers from 0, that `EXCLUDE` doesn't say not to use: it names a file with them, or has them."""
-    text = environ.get("EXCLUDE", "")
-    if os.path.isfile(text):
-        text = Path(text).read_text()
-    return sorted(
-        {*range(workers)}.difference(int(word) for word in text.replace(",", " ").split() if word.isdecimal())
-    )
+    """The processes, numbers from 0, that `EXCLUDE` doesn't say not to use: it names a file with them, or has them.
+
+    Raises:
+        ValueError: a word is no number of a process.
+    """
+    text = given = environ.get("EXCLUDE", "")
+    if os.path.isfile(given):
+        text = Path(given).read_text()
+    words = text.replace(",", " ").split()
+    for word in words:
+        if not word.isdecimal() or int(word) >= workers:
+            raise ValueError(
+                f"EXCLUDE={given!r}: {word!r} is no process: give numbers from 0 to {workers - 1}, or a file"
+            )
+    return sorted({*range(workers)}.difference(map(int, words)))
 
 
 class Supervisor:
@@ -97,7 +109,8 @@ class Supervisor:
         self.command, self.settings = command, settings
         self.child, self.signal = None, None  # the launch that runs; the signal that ends this process
         self.seen, self.goes_on = set(), False  # errors of starts before; whether the job has its run folder
-        self.looked, self.fits = None, {}  # slots that were there last; their number -> what `_sizes` returns
+        self.there, self.looked, self.wrong = [*range(workers)], None, None  # slots; those seen before; what was said
+        self.fits = {}  # number of slots -> what `_sizes` returns
 
     def hear(self, number, frame):
         """A signal that ends this process: the launch gets it; the second one, as Ctrl-C, ends the launch at once."""
@@ -156,12 +169,24 @@ class Supervisor:
     def _fitting(self):
         """`(ranks, overrides)` of the next start, waiting for workers; `(None, None)` where none can be."""
         least, end = self.settings["min_workers"], time.monotonic() + self.settings["rejoin_timeout"]
-        while len(there := slots(os.environ, self.workers)) < least:
+        while len(there := self._slots()) < least:
             if self.signal or time.monotonic() > end:
                 say(f"{len(there)} of {self.workers} workers are there, fewer than MIN_WORKERS={least}")
                 return None, None
             self._wait(POLL_SECONDS)
         return self._sizes(len(there))
+
+    def _slots(self):
+        """As `slots`; those of before while the file of `EXCLUDE` has another word in it, which is told once."""
+        wrong = None
+        try:
+            self.there = slots(os.environ, self.workers)
+        except (ValueError, OSError) as error:
+            wrong = str(error)
+            if wrong != self.wrong:
+                say(wrong)
+        self.wrong = wrong
+        return self.there
 
     def _sizes(self, available):
         if self.command[:3] != TRAIN or available == self.workers:
@@ -187,7 +212,7 @@ class Supervisor:
             words.append("training.resume=auto")
         told = {FOLDER: self.folder, "MINDFORMERS_RESTART": restarts, "MINDFORMERS_WORKERS": self.workers}
         if ranks < self.workers:
-            devices = ",".join(map(str, slots(os.environ, self.workers)[:ranks]))
+            devices = ",".join(map(str, self.there[:ranks]))
             told |= {"ASCEND_RT_VISIBLE_DEVICES": devices, "CUDA_VISIBLE_DEVICES": devices}
         return self._launch(ranks, words, {name: str(value) for name, value in told.items()})
 
@@ -209,7 +234,7 @@ class Supervisor:
 
     def _prefers_others(self, ranks):
         """Whether the job, which saves when it is asked to leave, can go on with another number of ranks."""
-        before, self.looked = self.looked, slots(os.environ, self.workers)
+        before, self.looked = self.looked, self._slots()
         available = len(self.looked)
         if self.looked != before or available == ranks or available < self.settings["min_workers"]:
             return False

@@ -1,6 +1,7 @@
 """Distributed algorithms written down: run for all ranks of a mesh in one process, they give what one card gives."""
 
 import sys
+from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from itertools import product
@@ -27,13 +28,18 @@ from support.simulated_ranks import collect, distribute, run_forward
 from mindformers_core.algorithms.distributed_operators import ALGORITHMS
 from mindformers_core.capture.algorithm_graph import algorithm_graph, redistribution_steps
 from mindformers_core.capture.capture import capture
+from mindformers_core.dtensor.algorithm_price import algorithm_price
 from mindformers_core.layout import Layout, layout
 from mindformers_core.lowering.corrected import padded
 from mindformers_core.mesh import init_device_mesh
-from mindformers_core.operators.registry import facts_of
+from mindformers_core.operators import OperatorCall, tensor_meta
+from mindformers_core.operators.choice import Resolution
+from mindformers_core.operators.registry import facts_of, rule_attributes
 from mindformers_core.program.plan import OperatorPlan
-from mindformers_core.program.structure import Value, tree_leaves, tree_map
+from mindformers_core.program.structure import Value, tree_fill, tree_leaves, tree_map
+from mindformers_core.propagation.algorithms import algorithm_steps
 from mindformers_core.propagation.propagate import propagate
+from mindformers_core.redistribution import FREE, steps_price
 
 sys.path.append(str(Path(__file__).parent / "ranks"))
 from direct_calls import Operator  # noqa: E402, its folder is on the path only now
@@ -173,8 +179,28 @@ def test_ranks_together_give_what_one_card_gives(case):
                 check_parts(local, layout_of_result, known[value.id].asnumpy(), wrong)
 
 
+def program_price(plan, graph):
+    """The price of the steps of a plan's algorithm, of which this is the graph."""
+    captured = graph, [redistribution_steps(plan, node) for node in graph.nodes]
+    return steps_price(algorithm_steps(plan, lambda _: captured), plan.device_model)
+
+
+def eager_price(plan):
+    """The same, without a capture, as an eager call asks for it."""
+    node, use = plan.node, plan.node.primitive
+    metas = tuple(tensor_meta(value.shape, value.dtype, given) for value, given in plan.consumed)
+    args, kwargs = tree_fill((node.args, node.kwargs), metas, Value)
+    node = replace(node, args=args, kwargs=kwargs, primitive=None)
+    call = OperatorCall(node.operator, plan.signature, metas, MESH, plan.device_model, trained=frozenset({0}))
+    found = Resolution(plan.choice, plan.inputs, plan.outputs, (plan.algorithm, plan.cut_axes), FREE, FREE)
+    attributes = {} if use is None else rule_attributes(node.operator, use.attributes)
+    return algorithm_price(node, attributes, call, found)
+
+
+@pytest.mark.usefixtures("rank_0_of_4")
 def test_graphs_of_all_ranks_are_alike():
-    """Ranks that compile different graphs wait for each other forever. And every algorithm is among these cases."""
+    """Ranks that compile different graphs wait for each other forever. And every algorithm is among these cases. An
+    eager call tells the price of each without a graph."""
     found = {"attention_dropout", "dropout", "func_dropout"}
     cases = [(*case, CUTS[:1]) for case in (*CASES.values(), (SPREADS, [NUMBERS]), (DRAWS, [NUMBERS]))]
     cases += [(*CASES[name], CUTS[4::2]) for name in ("lookups in rows", "scatters")]
@@ -186,6 +212,7 @@ def test_graphs_of_all_ranks_are_alike():
                 assert list(map(str, other.nodes)) == list(map(str, first.nodes))
                 assert [c.value for c in other.constants] == [c.value for c in first.constants]
                 assert str(other.result) == str(first.result)
+                assert eager_price(plan) == program_price(plan, first)
     assert found == set(ALGORITHMS)
 
 

@@ -8,10 +8,12 @@ import weakref
 
 import pytest
 
+from mindformers_core.hangs import board as hangs_board
 from mindformers_core.hangs.board import Board, join_board
 from mindformers_core.hangs.recorder import Recorder
 from mindformers_core.hangs.records import Issued, RankState
 from mindformers_core.hangs.report import blamed, explain_hang, shown_ranks
+from mindformers_core.trainer.measuring import Pace, slow_rank
 
 FAULTS = ("in Python", "dead", "stopped", "skips", "reorders", "other shape", "other group")
 
@@ -260,3 +262,30 @@ def test_the_place_of_a_call_keeps_nothing_alive(recorders):
         issued = recorders[0].board.history(0)[-1]
     assert (issued.place, issued.plan, issued.done) == (name, "#3", False)
     assert recorders[0].board.history(0)[-1].done
+
+
+def test_the_rank_that_the_others_wait_for(monkeypatch, capsys):
+    """Of a step rank 1 computes 3 s, the others 1 s, and wait the rest, for a message or in a collective."""
+    clock = [0.0]
+    monkeypatch.setattr(hangs_board.time, "monotonic", lambda: clock[0])
+    board = join_board(f"test.slow.{os.getpid()}", 3)
+    recorders = [Recorder(board, rank, os.memfd_create("stack"), False) for rank in range(3)]
+    paces = [Pace(rank) for rank in range(3)]
+    for step in range(40):  # more than the ring has records
+        for rank, recorder in enumerate(recorders):
+            begun, waited, computes = clock[0], recorder.waited, 3.0 if rank == 1 else 1.0
+            clock[0] += computes
+            call = recorder.issue("all_reduce", ("dp",), (0, 1, 2), (2,), "float32", "")
+            with recorder.waiting("receive", (0, rank)) if step % 2 else call:
+                clock[0] += 3.5 - computes
+            call.done = True
+            with recorder.waiting("compiled"):
+                clock[0] += 0.5
+            paces[rank].add(clock[0] - begun - (recorder.waited - waited))
+        told = [pace.told({rank: each.seconds for rank, each in enumerate(paces)}) for pace in paces]
+        assert told == [{} if step < 4 else {"slow_rank": 1, "slow_seconds": 3.5}] * 3
+    board.hide()
+    assert capsys.readouterr().out == "warning: rank 1 is slow: a step takes it 3.5 s, the others 1.5 s\n"
+    assert (
+        slow_rank({0: 1.0}) is None and slow_rank({0: 1.4, 1: 1.0}) is None and slow_rank({0: 1.6, 1: 1.0}) is not None
+    )

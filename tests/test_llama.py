@@ -13,6 +13,7 @@ from mindformers_core.layout import layout
 from mindformers_core.models import LlamaConfig, LlamaForCausalLM, LlamaModel, ModuleSpec
 from mindformers_core.models.attention import LlamaAttention
 from mindformers_core.models.llama import LlamaDecoderLayer, LlamaMLP
+from mindformers_core.models.positions import places_seen
 from mindformers_core.models.rotary import apply_rotary, rotary_tables
 from mindformers_core.pipeline import split_layers
 from mindformers_core.sharding.initialize import materialize
@@ -143,7 +144,7 @@ def test_grouped_query_attention_against_explicit_repeat(kv_heads):
     cell = LlamaAttention(config, Normal(0.5))
     x = np.random.default_rng(4).normal(size=(2, 5, 24)).astype(np.float32)
     tables = rotary_tables(5, 10, config.rope_theta)
-    actual = cell(Tensor(x), *tables).asnumpy()
+    actual = cell(Tensor(x), *tables, *places_seen(5, (0,))[1]).asnumpy()
 
     def heads(projection, count):
         return (x @ projection.weight.asnumpy().T).reshape(2, 5, count, 10)
@@ -202,9 +203,11 @@ def test_layer_spec_replaces_a_part():
 
 def test_hooks_name_the_batch_only_where_the_config_does():
     model = small_model()
-    assert model.shard(None) == (dict.fromkeys(("input_ids", "labels", "positions")), None, None)
+    names = "input_ids", "labels", "positions", "places"
+    assert model.shard(None) == (dict.fromkeys(names), None, None)
     inputs, outputs, weights = model.shard(SimpleNamespace(batch_axes=("dp", "cp")))
-    assert inputs == dict.fromkeys(("input_ids", "labels", "positions"), layout(("dp", "cp"), ...))
+    assert inputs == dict.fromkeys(names, layout(("dp", "cp"), ...))
+    assert model.shard(SimpleNamespace(sequence_axes="cp"))[0] == dict.fromkeys(names, layout(..., "cp"))
     assert outputs is None and weights is None
     layer = next(iter(model.model.layers.values()))
     sequence_parallel = SimpleNamespace(sequence_parallel=True)

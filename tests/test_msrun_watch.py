@@ -50,8 +50,8 @@ def test_workers_leave_where_the_scheduler_is_gone(tmp_path, monkeypatch, number
     scheduler.send_signal(getattr(signal, number))
     with (tmp_path / "msrun.log").open("w+") as log:
         found = watch(msrun, log, follower, names["Ending"](60))
-    for process in (scheduler, worker):
-        process.kill()
+    assert scheduler.wait(10) == -9
+    worker.kill()
     assert (found, worker.wait()) == ((("scheduler", -9), -15) if supervised else (None, -9))
 
 

@@ -1,7 +1,11 @@
 """Prices come from one place, and every step of a plan from the device model that the plan carries."""
 
 import re
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+from threading import Event
 
+import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
 from support.launch import ROOT
@@ -10,6 +14,7 @@ from support.verified_calls import numbers
 
 from mindformers_core.algorithms import redistribute
 from mindformers_core.capture import algorithm_graph
+from mindformers_core.communication import count_collectives
 from mindformers_core.communication.simulated import SimulatedRanks
 from mindformers_core.communication.world import rank_of
 from mindformers_core.layout import layout
@@ -90,3 +95,51 @@ def test_the_eager_engine_asks_the_device_model_of_the_cell(asked):
 
     SimulatedRanks(2).run(work)
     assert set(asked) == {OWN}
+
+
+# functions of a tensor whose dim 1 is cut
+CUT = {
+    "softmax": lambda x: ops.softmax(x, 1),
+    "log_softmax": lambda x: ops.log_softmax(x, 1),
+    "amax": lambda x: ops.amax(x, 1),
+    "argmax": lambda x: ops.argmax(x, 1),
+    "topk": lambda x: ops.topk(x, 3)[0],
+    "cumsum": lambda x: ops.cumsum(x, 1),
+    "cummax": lambda x: ops.cummax(ops.stop_gradient(x), 1)[0],
+    "norm": lambda x: ops.norm(x, 2, dim=1),
+    "std": lambda x: ops.std(x, 1),
+    "prod": lambda x: ops.prod(x, 1),
+    "slice": lambda x: x[:, 1:6],
+}
+SHAPES = (4, 8), (512, 512)
+
+
+def sent(mode, function, shape):
+    """The collectives of one call, the first one."""
+    cell = cell_of(lambda self, x: (function(x), self.dense(x)), dense=nn.Dense(2 * shape[1], 2))
+    declared = {"": {"input": [layout(None, "tp")]}, "dense": {"weight": {"weight": layout(None, "tp")}}}
+    cell = shard(cell, MESH, plan=declared, mode=mode)  # over an axis that cuts both, the price decides
+    with count_collectives() as counts:
+        cell(Tensor(np.ones(shape, np.float32)))
+    return dict(counts)
+
+
+def test_eager_calls_choose_what_programs_choose_beside_a_thread_that_makes_tensors():
+    """By the steps of an algorithm, which cost more than a gather for small tensors, and less for large ones."""
+    found, done = [], Event()
+
+    def make():
+        while not done.is_set():
+            found.append((Tensor(np.ones(2, np.float32)) + 1).is_meta)
+
+    cases = list(product(CUT.values(), SHAPES))
+    with rank_of(2, 0):
+        programs = [sent("generated", *case) for case in cases]
+        with ThreadPoolExecutor(1) as pool:
+            made = pool.submit(make)
+            eager = [sent("eager", *case) for case in cases]
+            done.set()
+            made.result()
+    assert dict(zip(product(CUT, SHAPES), eager)) == dict(zip(product(CUT, SHAPES), programs))
+    assert [("all_gather", ("tp",)) in each for each in programs[:2]] == [True, False]
+    assert found and not any(found)

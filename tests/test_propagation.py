@@ -9,6 +9,7 @@ from support.captured_models import MODELS, small_llama
 from support.plan_checks import CONFIGS, MESH, check_plan, communication, move_bytes, plan_of, stored, whole
 from support.small_cells import Dense, FeedForward, cell_of
 
+from mindformers_core.capture.algorithm_graph import algorithm_of
 from mindformers_core.capture.capture import capture
 from mindformers_core.communication import count_collectives
 from mindformers_core.layout import Layout, layout
@@ -45,7 +46,7 @@ def test_whole_inputs_and_parameters_move_nothing(name):
 def test_llama_moves_what_the_eager_engine_moves(tied, config):
     model, make = small_llama(tie_word_embeddings=tied)
     args, named = make(1)
-    plan = plan_of(model, args, named, CONFIGS[config])
+    plan = plan_of(model, args, named, CONFIGS[config], algorithm=algorithm_of)
     forward, backward = move_bytes(plan)
     shard(model, MESH, CONFIGS[config], mode="eager")
     inputs = [distribute_tensor(x, Layout.on(MESH, ((),) * x.ndim)) for x in (*args, named["labels"])]

@@ -1,12 +1,15 @@
 """Jobs of ranks that go on by themselves: what is left is the run that would have been. More of them: `trials.py`."""
 
-import signal
+import re
+import shutil
+from pathlib import Path
 
 import pytest
-from trials import Job, check, trials
+from trials import Job, StandIn, check, trials
 
 pytestmark = pytest.mark.ranks
-TWO = ("parallelism.tensor_parallel=1", "checkpoint.save_interleaved_steps=3", "training.steps=9")
+TWO = ("parallelism.tensor_parallel=1", "training.steps=12", "checkpoint.replicas=1")
+STATES = ("checkpoint.replicas_interleaved_steps=3", "checkpoint.save_interleaved_steps=100")
 
 
 @pytest.fixture
@@ -23,19 +26,69 @@ def start(tmp_path):
         job.end()
 
 
+def lose(job, *ranks):
+    """Kill ranks, as if machines were lost: with the memory of each. Returns the rows that there are."""
+    processes, memory = job.processes(), None
+    assert {*map("rank {}".format, ranks)} <= {*processes}, job.tail()
+    for rank in ranks:
+        processes[f"rank {rank}"].suspend()
+        memory = Path(processes[f"rank {rank}"].environ()["MINDFORMERS_MEMORY"])
+        shutil.rmtree(memory / str(rank))
+    for rank in ranks:
+        processes[f"rank {rank}"].kill()
+    return job.rows(), memory
+
+
 def test_a_killed_rank(start):
-    """SIGKILL at rank 1 after step 8; the steps after the newest checkpoint are those of before, bit by bit."""
-    job = start("job", 2, *TWO)
+    """After step 8, with a state in memory every 3 steps: no byte is read from disk, where there is no checkpoint yet.
+
+    The steps after that state are those of before, bit by bit. Rank 1 is slow before, which is told.
+    """
+    job = start("job", 2, *TWO, *STATES, SLOW_RANK="1")
     assert job.wait(120, lambda: len(job.rows()) >= 8), job.output.read_text()
-    job.processes()["rank 1"].send_signal(signal.SIGKILL)
-    before = [row for row in job.rows() if row["step"] <= 8]
-    assert job.wait(120) and "exit code 137: restart 1" in job.output.read_text()
-    check(job, [*before, *job.rows()[8:]])
+    before, memory = lose(job, 1)
+    assert job.wait(120), job.output.read_text()
+    rows, said = job.rows(), job.output.read_text()
+    check(job, [*before, *rows[len(before) :]])
+    (loaded,) = [row for row in rows if "loaded_from_disk" in row]
+    assert loaded["loaded_from_disk"] == 0 < loaded["loaded_from_memory"] and ", 0 bytes from disk" in said
+    assert loaded["step"] > len(before) - 3 and "exit code 137: restart 1" in said
+    assert "warning: rank 1 is slow: a step takes it" in said and rows[5]["slow_rank"] == 1
+    assert [path.name for path in (job.run / "checkpoint").iterdir()] == ["step_12"] and not memory.exists()
+
+
+def test_a_sample_of_trials(tmp_path):
+    """Eight signals, with ranks that start at once; those of a recipe's job are nightly."""
+    jobs = [*trials(tmp_path, 8, seed=3, kind=StandIn, of_a_job=4)]
+    assert sum(len(job["trials"]) for job in jobs) == 8
+
+
+@pytest.mark.nightly
+def test_a_killed_rank_and_its_neighbour(start):
+    """With a state in memory each step one is lost at most, saving beside training; without both memories all since
+    the newest checkpoint are. Losses are those of a calm job without any of that.
+    """
+    calm = start("calm", 2, *TWO[:1], "training.steps=24")
+    assert calm.wait(120), calm.output.read_text()
+    saving = "checkpoint.save_interleaved_steps=5", "checkpoint.async_save=true"
+    job = start("job", 2, *TWO, "training.steps=24", *saving)
+    done = []
+    for ranks, after in (((1,), 7), ((0,), 12), ((0, 1), 18)):
+        assert job.wait(120, lambda after=after: len(job.rows()) >= after), job.output.read_text()
+        done.append(len(lose(job, *ranks)[0]))
+    check(job, calm.rows())
+    said = job.output.read_text()
+    steps = [int(step) for step in re.findall(r"loaded .*: all, of step (\d+);", said)]
+    assert all(lost in (0, 1) for lost in (done[0] - steps[0], done[1] - steps[1])), (done, steps)
+    assert steps[2] == 15 and said.count(", 0 bytes from disk") == 2
+    assert re.search(r"the state in memory isn't whole \(nothing is there\): it is loaded from disk", said)
+    assert {row["loaded_from_memory"] for row in job.rows() if row["step"] == 16} == {0}
 
 
 @pytest.mark.nightly
 def test_trials(tmp_path):
-    assert trials(tmp_path, 20, seed=0) == 20
+    jobs = [*trials(tmp_path, 30, seed=0)]
+    assert sum(len(job["trials"]) for job in jobs) == 30
 
 
 @pytest.mark.nightly

@@ -87,18 +87,34 @@ def test_ranks_that_were_given_other_initial_weights(use):
         assert " on ranks 0, 2 and " in text and "on ranks 1, 3" in text
 
 
-def test_a_run_compares_weights_at_its_begin_and_end_and_every_few_steps(tmp_path, monkeypatch):
-    seen = []
-    monkeypatch.setattr(trainer, "check_replicas", lambda cells, optimizer: seen.append(bool(cells and optimizer)))
+def test_a_run_compares_weights_at_its_begin_and_end_with_saves_and_every_few_steps(tmp_path, monkeypatch):
+    """Where they differ it tells when they were equal, also from a checkpoint on."""
+    seen, differs = [], []
+
+    def compare(cells, optimizer):
+        seen.append(bool(cells and optimizer))
+        if differs:
+            raise ValueError("the checksum of 'norm' differs")
+
+    def job(number, *keys):
+        places = [f"training.output_dir={tmp_path / str(number)}", f"train_dataset.cache_dir={tmp_path}"]
+        given = [*small, *places, f"train_dataset.data_path={ROOT / 'README.md'}", *keys]
+        return trainer.Trainer(load_recipe(str(ROOT / "configs" / "llama_tiny_cpu_1p.yaml"), given))
+
+    monkeypatch.setattr(trainer, "check_replicas", compare)
     small = ["training.steps=6", "train_dataset.seq_length=16", "monitor.plot=false"]
     small += ["model.hidden_size=16", "model.intermediate_size=16", "model.num_hidden_layers=1"]
-    for every, times in ((4, 3), (2, 4), (0, 0)):
+    saving = "checkpoint.enable_save=true", "checkpoint.save_interleaved_steps=5", "checkpoint.check_replicas=true"
+    cases = ((4,), 3), ((2,), 4), ((0,), 0), ((0, *saving), 3)
+    for number, ((every, *keys), times) in enumerate(cases):
         seen.clear()
-        places = [f"training.output_dir={tmp_path / str(every)}", f"train_dataset.cache_dir={tmp_path}"]
-        given = [*small, *places, f"context.check_replicas={every}", f"train_dataset.data_path={ROOT / 'README.md'}"]
-        recipe = load_recipe(str(ROOT / "configs" / "llama_tiny_cpu_1p.yaml"), given)
-        trainer.Trainer(recipe).run()
+        job(number, f"context.check_replicas={every}", *keys).run()
         assert seen == [True] * times
+    differs.append(True)
+    with pytest.raises(ValueError, match="'norm' differs; they were equal after step 6"):
+        job(number, "training.resume=auto", "training.steps=7").run()
+    with pytest.raises(ValueError, match="'norm' differs$"):
+        job("new").run()
 
 
 def test_results_that_are_declared_whole():

@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "scripts"))
 
 import supervisor  # noqa: E402
+from memory import held_memory  # noqa: E402
 
 RECIPE = str(ROOT / "configs" / "llama_tiny_cpu.yaml")
 TRAIN = [*supervisor.TRAIN, "--config", RECIPE, "parallelism.tensor_parallel=1", "parallelism.data_parallel_shard=-1"]
@@ -69,6 +70,7 @@ class Starts(supervisor.Supervisor):
         ([end(KILLED, 7), end(2, 8, 0, error="OSError: no disk"), end(0)], 0, "exit code 2: restart 2 of 5 in 0 s"),
         ([end(75), end(75), end(75), end(0)], 0, "restart 3"),  # as SIGTERM asks
         ([end(75, error="rank 1 issued all_reduce")] * 2, 75, "twice, at step 7: rank 1 issued all_reduce"),
+        ([end(2, error="E: a"), end(139) | {"steps": None}, end(0)], 0, "restart 2"),  # what a start told goes with it
         ([end(139, error="")] * 2, 139, "the same error twice, at step 7: exit code 139"),
     ],
 )  # fmt: skip
@@ -95,6 +97,10 @@ def test_a_job_goes_on_with_the_workers_that_there_are(tmp_path, monkeypatch, ca
     monkeypatch.setenv("EXCLUDE", str(tmp_path / "excluded"))
     starts = Starts(tmp_path, [end(KILLED, **RUNS), end(0)], MIN_WORKERS="2")
     starts.run()
+    (tmp_path / "excluded").write_text("3 all")  # is told once, and changes nothing
+    assert starts._slots() == starts._slots() == [0, 1, 2]
+    assert capsys.readouterr().err.count("'all' is no process: give numbers from 0 to 3, or a file") == 1
+    (tmp_path / "excluded").write_text("3\n")
     (ranks, first), (_, again) = starts.words
     assert ranks == 3 and {"parallelism.data_parallel_shard=3", "training.global_batch_size=8"} < {*first}
     assert again == [*first, "training.resume=auto"]
@@ -106,23 +112,30 @@ def test_a_job_goes_on_with_the_workers_that_there_are(tmp_path, monkeypatch, ca
 
 
 LAUNCH = """
-import signal, sys, time
+import os, signal, sys, time
 signal.signal(signal.SIGTERM, lambda *_: (open(sys.argv[1], "w").close(), sys.exit(75)))
-print("runs", flush=True)
+print(os.environ["MINDFORMERS_MEMORY"], flush=True)
 time.sleep(60)
 """
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGKILL, -9)])
 def test_a_launch_hears_of_the_end_of_its_supervisor(tmp_path, number, code):
+    """Whose memory goes with it, or, where it is killed, when there is another one."""
     words = [sys.executable, "-c", LAUNCH, "--command", tmp_path / "heard"]
     words = [sys.executable, supervisor.__file__, "--workers", "2", "--log_dir", tmp_path, "--launch", *words]
     with subprocess.Popen([*map(str, words)], stdout=subprocess.PIPE, env={**os.environ, "RESTARTS": "3"}) as process:
-        assert process.stdout.readline() == b"runs\n"
+        memory = Path(process.stdout.readline().decode().strip())
+        with held_memory():
+            assert (memory / ".lock").exists()
         process.send_signal(number)
         assert process.wait(20) == code
         assert process.stdout.read() == b""  # the launch has ended, and there is no other one
     assert (tmp_path / "heard").exists()
+    assert number == signal.SIGKILL or not memory.exists()
+    with held_memory() as own:
+        assert not memory.exists() and (Path(own) / ".lock").exists()
+    assert not Path(own).exists()
 
 
 class Samples:
@@ -156,7 +169,10 @@ def test_what_a_job_tells(tmp_path, monkeypatch):
     assert (told.step, told.done, step, code, others) == (3, 2, 3, 2, []) and "'a bad sample'" in error
 
 
-@pytest.mark.parametrize(("name", "value"), [("RESTARTS", "-1"), ("BACKOFF", "soon"), ("MIN_WORKERS", "5")])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("RESTARTS", "-1"), ("BACKOFF", "soon"), ("MIN_WORKERS", "5"), ("EXCLUDE", "1, x3"), ("EXCLUDE", "4")],
+)
 def test_a_variable_that_cannot_be_is_an_error(name, value):
     with pytest.raises(ValueError, match=f"^{name}="):
         supervisor.read_settings({name: value}, 4)

@@ -58,7 +58,7 @@ def test_run_leaves_metrics_config_picture_and_summary(run, tmp_path):
     assert summary.startswith("6 steps on ranks (pp=1, dp=1, cp=1, tp=1) in ")
     assert load_recipe(str(folder / "config.yaml")).training.steps == 6
     row = json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])
-    times = {"seconds", "data_seconds", "tokens_per_second"}
+    times = {"seconds", "data_seconds", "wait_seconds", "tokens_per_second"}
     assert row.keys() == {"step", "loss", "learning_rate", "gradient_norm", "epoch"} | times
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
 

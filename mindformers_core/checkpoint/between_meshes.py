@@ -62,7 +62,7 @@ def relayout(source, target, source_optimizer=None, target_optimizer=None):
         if common is not None:
             array[inside(common, taken.box)] = values[inside(common, given.box)]
             copied += volume(common) * array.itemsize
-        _exchange(messages, ranks.rank, by_key.get(key, ()), (given, values), (taken, array))
+        _exchange_tensor(messages, ranks.rank, by_key.get(key, ()), (given, values), (taken, array))
         if taken is not None:
             fill_parameter(wanted[taken], array)
     share_weights(_cells(target))
@@ -98,23 +98,32 @@ def global_checksums(cells, optimizer=None):
     return {name: f"{total:016x}" for name, total in sorted(totals.items())}
 
 
-def _exchange(messages, rank, moves, given, taken):
+def _exchange_tensor(messages, rank, moves, given, taken):
+    """`exchange` of one tensor, of which this rank holds the `Part` `given[0]` and shall hold `taken[0]`, as arrays."""
+    part, array = taken
+
+    def write(move, data):
+        array[inside(move.box, part.box)] = data.view(array.dtype).reshape(shape_of(move.box))
+
+    exchange(messages, rank, moves, lambda move: given[1][inside(move.box, given[0].box)], write)
+
+
+def exchange(messages, rank, moves, read, write):
     """Send and receive the moves of one tensor; returns when all of them have been read, so that none wait in memory.
 
     Args:
         messages: the `Channel`.
         rank: this one.
         moves: those of this rank, in the order of all.
-        given, taken: the `Part` that it holds and the one that it shall hold, with their arrays.
+        read: function of a move, that returns the array to send.
+        write: function of a move and of its bytes, which have come.
     """
     for move in moves:
         if move.sender == rank:
-            piece = np.ascontiguousarray(given[1][inside(move.box, given[0].box)])
-            messages.send((Tensor.from_numpy(piece.reshape(-1).view(np.uint8)),), move.receiver, _TENSOR)
+            data = np.ascontiguousarray(read(move)).reshape(-1).view(np.uint8)
+            messages.send((Tensor.from_numpy(data),), move.receiver, _TENSOR)
         else:
-            (message,) = messages.receive(move.sender, _TENSOR)
-            part, array = taken
-            array[inside(move.box, part.box)] = message.asnumpy().view(array.dtype).reshape(shape_of(move.box))
+            write(move, messages.receive(move.sender, _TENSOR)[0].asnumpy())
     for move in moves:
         if move.sender == rank:
             messages.receive_object(move.receiver, _READ)

@@ -123,13 +123,8 @@ class Checkpointer:
         `documents`: path in the folder -> bytes of further files.
         """
         started, before = time.perf_counter(), {} if self._background is None else self._background.seconds
-        parts, folder = self.parts(), step_folder(self.folder, step)
-        if reserved := [name for name in state if name in _OWN]:
-            raise ValueError(f"save(state=…) has the key '{reserved[0]}', which a checkpoint has itself: rename it")
-        self._check(parts, step)
-        self.newest = folder
-        own = {"format": FORMAT, "step": step, "random_state": ms.get_rng_state().asnumpy().tolist()}
-        documents = (documents or {}) | {STATE: encode_json(own | state, indent=1)} | self._adapter_documents(parts)
+        parts, documents = self.contents(step, state, documents)
+        self.newest = folder = step_folder(self.folder, step)
         arguments = folder, list(parts), lambda part: parts[part].asnumpy(), documents
         if self._background is not None:
             self._background.start(*arguments, self._keep)
@@ -138,6 +133,15 @@ class Checkpointer:
             on_all_ranks(self._ranks, lambda: prune(folder, *self._keep) if is_first else None)
         self.seconds = {"save_seconds": time.perf_counter() - started, **before}
         return folder
+
+    def contents(self, step, state, documents=None):
+        """What a checkpoint has: `parts()`, and documents, path -> bytes; arguments and errors as of `begin_save`."""
+        parts = self.parts()
+        if reserved := [name for name in state if name in _OWN]:
+            raise ValueError(f"save(state=…) has the key '{reserved[0]}', which a checkpoint has itself: rename it")
+        self._check(parts, step)
+        own = {"format": FORMAT, "step": step, "random_state": ms.get_rng_state().asnumpy().tolist()}
+        return parts, (documents or {}) | {STATE: encode_json(own | state, indent=1)} | self._adapter_documents(parts)
 
     def _adapter_documents(self, parts):
         own = {part.name: parameter.adapter for part, parameter in parts.items() if part.group == "adapter"}

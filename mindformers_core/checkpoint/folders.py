@@ -16,6 +16,11 @@ def step_folder(run_folder, step):
     return os.path.join(run_folder, "checkpoint", f"step_{step}")
 
 
+def step_of(folder):
+    """The number of the step of a `step_folder`."""
+    return int(_STEP.fullmatch(os.path.basename(folder))[1])
+
+
 def find_checkpoint(path):
     """The folder of a checkpoint at `path`: the folder itself, or the newest complete one of a run folder.
 
@@ -82,7 +87,7 @@ def prune(folder, keep_last, keep_every=0, files=None):
         for step in steps[keep_last:] if keep_last else ():
             path = os.path.join(above, f"step_{step}")
             if not (keep_every and step % keep_every == 0) and os.path.abspath(path) != os.path.abspath(folder):
-                _discard(path, files)
+                discard(path, files)
 
 
 def tidy(folder, files):
@@ -100,12 +105,12 @@ def tidy(folder, files):
         if name.endswith(INCOMPLETE):
             files.remove(path)
         elif os.path.isdir(os.path.join(above, stem)):
-            _discard(path, files)
+            discard(path, files)
         else:
             files.rename(path, os.path.join(above, stem))
 
 
-def _discard(path, files):
+def discard(path, files):
     """Remove a folder; it is renamed first, so that a part of it is never taken for a checkpoint."""
     files.remove(path + INCOMPLETE)
     files.rename(path, path + INCOMPLETE)

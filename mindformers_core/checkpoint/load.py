@@ -48,11 +48,12 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class LoadReport:
-    """Bytes of tensors that this rank has read, needed, and compared with checksums for all ranks."""
+    """Bytes of tensors that this rank has read, needed, compared with checksums for all ranks; read by file."""
 
     read: int
     needed: int
     verified: int
+    files: dict
 
 
 def open_checkpoint(folder):
@@ -176,7 +177,7 @@ def load(checkpoint, parts, fill, ranks=None, converts=False, ignored=(), files=
     everywhere = parts_of_all(ranks, parts)
     check_tensors(checkpoint, tensors_of(everywhere), converts, ignored)
     owned = {key: [box for box, rank in pieces if rank == ranks.rank] for key, pieces in divide(everywhere).items()}
-    counts = {"read": 0, "verified": 0}
+    counts, read = {"verified": 0}, Counter()
 
     def work():
         sums, left = [], None
@@ -187,7 +188,7 @@ def load(checkpoint, parts, fill, ranks=None, converts=False, ignored=(), files=
                     for part in group:
                         placed = checkpoint.tensors[part.key]
                         array = read_box(files, descriptor, placed, part.box)
-                        counts["read"] += array.nbytes
+                        read[path] += array.nbytes
                         if left is not None:
                             sums += left.result()
                         pieces = checkpoint.pieces.get(part.key, ())
@@ -197,7 +198,7 @@ def load(checkpoint, parts, fill, ranks=None, converts=False, ignored=(), files=
 
     _compare(checkpoint, on_all_ranks(ranks, work))
     needed = sum(volume(part.box) * checkpoint.tensors[part.key].item_bytes for part in parts)
-    return LoadReport(counts["read"], needed, counts["verified"])
+    return LoadReport(read.total(), needed, counts["verified"], dict(read))
 
 
 def _converted(array, placed, part):

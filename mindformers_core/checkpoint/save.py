@@ -74,13 +74,21 @@ def plan_save(everywhere, most=index.DATA_BYTES, piece_bytes=PIECE_BYTES):
     Raises:
         ValueError: ranks disagree about a tensor, or no rank holds a part of it; its dtype can't be saved.
     """
-    tensors, divided, files, placed = tensors_of(everywhere), divide(everywhere, piece_bytes), {}, {}
-    for group, start in index.GROUPS.items():
-        own = {name: described for (kind, name), described in tensors.items() if kind == group}
-        files[group] = index.place_tensors(own, start, most) if own else []
-        placed |= {(group, name): place for file in files[group] for name, place in file.tensors.items()}
+    divided, files = divide(everywhere, piece_bytes), files_of(tensors_of(everywhere), most)
+    placed = {
+        (group, name): place for group, own in files.items() for file in own for name, place in file.tensors.items()
+    }
     order = sorted(divided, key=lambda key: (placed[key].file, placed[key].offset))
     return SavePlan(files, tuple(Piece(key, placed[key], *piece) for key in order for piece in divided[key]))
+
+
+def files_of(tensors, most=index.DATA_BYTES):
+    """The files of tensors, a dict as of `tensors_of`: group -> list of `TensorFile`s."""
+    found = {}
+    for group, start in index.GROUPS.items():
+        own = {name: described for (kind, name), described in tensors.items() if kind == group}
+        found[group] = index.place_tensors(own, start, most) if own else []
+    return found
 
 
 def save(folder, parts, values, documents, ranks=None, plan=None, files=None):
@@ -117,8 +125,12 @@ def save(folder, parts, values, documents, ranks=None, plan=None, files=None):
     return plan
 
 
-def make_files(folder, plan, files):
+def make_files(folder, plan, files, needed=None):
     """Make the unfinished folder with all tensors' files, of their sizes, with headers. One rank calls this.
+
+    Args:
+        folder, plan, files: as of `save`.
+        needed: bytes that will be written. Default: all.
 
     Raises:
         OSError: less space than the files need, among others.
@@ -126,9 +138,9 @@ def make_files(folder, plan, files):
     unfinished, above = folder + INCOMPLETE, os.path.dirname(folder) or "."
     files.make_folder(above)
     tidy(folder, files)
-    free = files.free(above)
-    if free < plan.nbytes:
-        raise OSError(f"it needs {bytes_shown(plan.nbytes)}, but its file system has {bytes_shown(free)} left")
+    free, needed = files.free(above), plan.nbytes if needed is None else needed
+    if free < needed:
+        raise OSError(f"it needs {bytes_shown(needed)}, but its file system has {bytes_shown(free)} left")
     for path in (unfinished, *_folders(unfinished, plan)):
         files.make_folder(path)
     for file in _files(plan):

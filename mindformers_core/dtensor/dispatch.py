@@ -15,6 +15,7 @@ from mindformers_core.algorithms.dropout import WITHOUT_SEEDS
 from mindformers_core.algorithms.redistribute import model_of_device, redistribute_local
 from mindformers_core.algorithms.shard_context import shard_context
 from mindformers_core.communication.world import process_state
+from mindformers_core.dtensor.algorithm_price import Shaped, algorithm_price, shaped_results
 from mindformers_core.dtensor.dtensor import DTensor, adopted, parameter_view, wrap
 from mindformers_core.dtypes import dtype_name
 from mindformers_core.layout import Layout
@@ -95,6 +96,9 @@ def _run_unknown(func, primitive, args, kwargs):
     parts = composed(name, args, kwargs, primitive)
     if parts is not None:
         return parts
+    attributes = {} if primitive is None else rule_attributes(name, attributes_of(primitive))
+    if tree_leaves((args, kwargs), Shaped):
+        return shaped_results(name, args, kwargs | attributes)
     key, tensors, parts = _described(name, primitive, args, kwargs)
     _check_current(tensors)
     try:
@@ -105,7 +109,6 @@ def _run_unknown(func, primitive, args, kwargs):
             f"operator '{name}' on DTensors takes tensors, numbers, strings, tuples and lists, not ({shown})"
         ) from error
     if program is None:
-        attributes = {} if primitive is None else rule_attributes(name, attributes_of(primitive))
         program = _Program(name, args, kwargs, attributes, tensors)
         if len(state.calls) >= _MOST_PROGRAMS:
             state.calls.clear()
@@ -203,7 +206,8 @@ class _Program:
         node = OperatorNode(name, "function", args, kwargs, outputs, None, None, None)
         kept = tuple(meta.layout.cut_axes & process_state().batch_axes for meta in metas)
         model = model_of_device(mesh)
-        call = OperatorCall(name, signature, tuple(metas), mesh, model, kept=kept)
+        price = partial(algorithm_price, node, attributes)
+        call = OperatorCall(name, signature, tuple(metas), mesh, model, kept=kept, algorithm_price=price)
         self.plan = plan = operator_plan(node, call, resolve(call))
         self.context = plan.algorithm and shard_context(plan)
         self.targets = tuple(map(_target, metas, plan.inputs))

@@ -206,12 +206,12 @@ def _is_dispatched(tensor):
 
 
 def _dispatching(call):
-    """A `__call__` that passes calls with DTensors to the dispatcher, and runs all others itself."""
+    """A `__call__` that passes calls with dispatched tensors on, and runs all others itself."""
 
     def dispatching_call(self, *args):
-        if not tree_leaves(args, DTensor):
-            return call(self, *args)
-        operator = _operator(self.name, lambda primitive, _, local: call(primitive, *local))
-        return dispatch(operator, (self, self.name, args))
+        for tensor in filter(_is_dispatched, tree_leaves(args, Tensor)):
+            operator = _operator(self.name, lambda primitive, _, local: call(primitive, *local))
+            return tensor.__fallback__(operator, (self, self.name, args))
+        return call(self, *args)
 
     return dispatching_call

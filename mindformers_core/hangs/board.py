@@ -29,11 +29,13 @@ _STATES = {"Z": "dead", "X": "dead", "T": "stopped", "t": "stopped"}  # of a pro
 
 
 class _Record(ctypes.Structure):
-    """What a rank has issued, in its `with` block whether the neighbours agree; done at the end of the block."""
+    """What a rank has issued, in its `with` block whether the neighbours agree; done at the end of the block. `waited`
+    are the seconds of all blocks so far, but those of the start and of compiled functions.
+    """
 
     _fields_ = [
         ("group", ctypes.c_uint64), ("number", ctypes.c_uint64), ("signature", ctypes.c_uint64),
-        ("since", ctypes.c_double), ("computed", ctypes.c_double), ("done", ctypes.c_bool),
+        ("since", ctypes.c_double), ("computed", ctypes.c_double), ("waited", ctypes.c_double), ("done", ctypes.c_bool),
         ("kind", ctypes.c_char * 16), ("text", ctypes.c_char * MOST_TEXT),
     ]  # fmt: skip
     agrees = True
@@ -43,6 +45,8 @@ class _Record(ctypes.Structure):
 
     def __exit__(self, *error):
         self.done = True
+        if self.kind in (b"", b"receive"):
+            self.waited += time.monotonic() - self.since
 
 
 class _Slot(ctypes.Structure):

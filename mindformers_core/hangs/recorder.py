@@ -48,6 +48,11 @@ class Recorder:
         self._groups, self._texts, self._compiled = {}, {}, Counter()
         self.slot.stack_file, self.slot.pid = stack_file, os.getpid()
 
+    @property
+    def waited(self):
+        """Seconds that this rank has spent in collectives, and waiting for messages, so far."""
+        return sum(record.waited for record in self.slot.ring)
+
     def place(self):
         """The innermost place on the Python stack that a reader knows, as `sources` describe it."""
         frame, callers = sys._getframe(1), {}  # the innermost frame of this package, and of other code

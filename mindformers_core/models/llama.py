@@ -92,7 +92,7 @@ class LlamaModel(nn.Cell):
     Attributes:
         is_first: whether the input is ids. The last stage has `embed_tokens`, too, if the output layer is tied.
         cache_length: number of slots of the layers' caches, where the model generates; else 0.
-        order: of the equal chunks of every sequence, see `static_order`.
+        order, algorithm: see `share_sequences` of `LlamaForCausalLM`.
     """
 
     def __init__(self, config, layer_spec=LLAMA_LAYER, layers=None):
@@ -101,7 +101,8 @@ class LlamaModel(nn.Cell):
         part = LayerRange(0, config.num_hidden_layers) if layers is None else layers
         dtype = getattr(ms, config.dtype)
         self.layer_offset, self.is_first = part.offset, part.is_first
-        self.embed_tokens, self.norm, self.cache_length, self.order = None, None, 0, (0,)
+        self.embed_tokens, self.norm, self.cache_length = None, None, 0
+        self.order, self.algorithm = (0,), "auto"
         if self.is_first or (part.is_last and config.tie_word_embeddings):
             weight_init = Normal(config.initializer_range)
             self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, weight_init, dtype)
@@ -138,7 +139,7 @@ class LlamaForCausalLM(nn.Cell):
     With shifted `labels` (batch, length) the output is the mean cross-entropy, a float32 scalar, over the labels other
     than -100; or its sum, and their number (int32). Packed documents have `positions` (batch, length), int32, of each
     token in its own, which attention doesn't look beyond; tokens in another order than the row's have their `places`
-    in it, likewise, or all rows have the order of `order_chunks`. In a pipeline only the last stage has an output
+    in it, likewise, or all rows have that of `share_sequences`. In a pipeline only the last stage has an output
     layer; the others return hidden states (batch, length, hidden_size), which replace ids as the input of the next.
 
     After `add_caches` the model generates: a call also takes the slots of its positions (length,), the same for all
@@ -162,9 +163,10 @@ class LlamaForCausalLM(nn.Cell):
             self.lm_head = VocabParallelLinear(config.hidden_size, config.vocab_size, **settings)
         self.loss = VocabParallelCrossEntropy(loss=loss)
 
-    def order_chunks(self, order):
-        """Say in which order the equal chunks of every sequence lie, labels and positions as well: `static_order`."""
-        self.model.order = order
+    def share_sequences(self, order, algorithm):
+        """Say how ranks share every sequence: the order in which its equal chunks lie, labels and positions as well,
+        unless `places` say it, see `static_order`; and the algorithm of attention, see `attention`."""
+        self.model.order, self.model.algorithm = order, algorithm
 
     def add_caches(self, batch, length):
         """Give every layer a `KeyValueCache` of `length` slots for `batch` rows."""

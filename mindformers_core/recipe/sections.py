@@ -58,6 +58,8 @@ class Parallelism:
     tensor_parallel: int = bounded(1, 1, _RANKS)
     sequence_parallel: bool = False  # norms compute with the sequence dim sharded over the tp axis
     context_parallel: int = bounded(1, 1, _RANKS)  # ranks that share every sequence
+    # of attention: keys and values gathered, or sent round, or heads cut in the sequence's place; auto: by price
+    context_parallel_algorithm: Literal["auto", "gather", "ring", "all_to_all"] = "auto"
     context_parallel_balance: Literal["zigzag", "contiguous", "area"] = "zigzag"  # whose tokens: docs/data.md
     pipeline_parallel: int = bounded(1, 1, 1024)  # ranks that layers are divided among; at 1 the keys below are ignored
     pipeline_parallel_schedule: str = "1f1b"  # a name of `SCHEDULES`, or the import path of a user's class
@@ -138,7 +140,10 @@ class Checkpoint:
     on_error: Literal["end", "go_on"] = "end"  # where a checkpoint can't be saved; earlier ones stay in any case
     async_save: bool = False  # another process writes a copy of the state, while training goes on
     when_busy: Literal["wait", "skip"] = "wait"  # with async_save: for a checkpoint that is still being written
+    replicas: int = bounded(0, 0, 1)  # 1: the newest state is in memory, too, on two machines: docs/recovery.md
+    replicas_interleaved_steps: int = bounded(1, 1, _MANY)  # with replicas: steps between states in memory
     grace: int = bounded(30, 1, 10**6)  # seconds after SIGTERM in which a job saves and leaves, with exit code 75
+    check_replicas: bool = False  # before a save, compare what ranks have alike, as context.check_replicas does
     load_path: str = ""  # a run folder (its newest checkpoint), one of its checkpoint/step_N, or a Hugging Face folder
     no_load_optim: bool = False  # load weights only, and begin at step 0
     load_average: bool = False  # load the moving average of the weights in their place, and nothing else

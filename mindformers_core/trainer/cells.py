@@ -46,14 +46,14 @@ def build_model(recipe, part=None):
     """The recipe's model with its adapters, or the stage of it with the layers `part`, on the meta device.
 
     Raises:
-        ValueError: a pattern of `adapters.patterns` matches no layer of the whole model; or a model that doesn't take
-            tokens in the order of `parallelism.context_parallel_balance`.
+        ValueError: a pattern of `adapters.patterns` matches no layer of the whole model; or a model that can't take
+            tokens as `parallelism.context_parallel_balance` puts them.
     """
     section = recipe.adapters
     with ms.DeviceCtx("meta"):
         net = recipe.spec.build(recipe.model, part)
         whole = recipe.spec.build(recipe.model) if section.rank and part is not None else net
-    _give_order(recipe, net)
+    _share_sequences(recipe, net)
     if section.rank:
         own = {path for path, _ in net.cells_and_names()}
         with errors_at("adapters.patterns: ", f": {section.page}"):
@@ -62,20 +62,21 @@ def build_model(recipe, part=None):
     return net
 
 
-def _give_order(recipe, net):
-    """Tell a model in which order tokens come; of rows with orders of their own, they are an input of it."""
-    order = recipe.parallelism.order
-    if order == (0,):
+def _share_sequences(recipe, net):
+    """Tell a model how ranks share every sequence, where that isn't as it would be for any tensor."""
+    sizes = recipe.parallelism
+    order, algorithm = sizes.order, sizes.context_parallel_algorithm
+    if (order, algorithm) == ((0,), "auto"):
         return
-    if "places" not in recipe.spec.inputs if order is None else not hasattr(net, "order_chunks"):
+    lacks_places = order is None and "places" not in recipe.spec.inputs
+    if lacks_places or not hasattr(net, "share_sequences"):
         raise ValueError(
-            f"parallelism.context_parallel_balance: {recipe.parallelism.context_parallel_balance} puts tokens into "
-            f"another order, but {recipe.model_name} has no "
-            f"{'input places' if order is None else 'method order_chunks(order)'}: use contiguous, or see "
-            "docs/models.md"
+            f"parallelism: context_parallel_balance {sizes.context_parallel_balance} and context_parallel_algorithm "
+            f"{algorithm} need a model that knows of them, but {recipe.model_name} has no "
+            f"{'input places' if lacks_places else 'method share_sequences(order, algorithm)'}: use contiguous and "
+            "auto, or see docs/models.md"
         )
-    if order is not None:
-        net.order_chunks(order)
+    net.share_sequences(order or (0,), algorithm)
 
 
 def check_patterns(recipe):

@@ -27,7 +27,12 @@ def going_on(recipe):
     folder = newest_checkpoint(recipe.training.output_dir)
     if recipe.training.resume is None or folder is None:
         return recipe
-    section = replace(recipe.checkpoint, load_path=folder, no_load_optim=False, load_average=False)
+    return taking_up(recipe, folder)
+
+
+def taking_up(recipe, path):
+    """The recipe that loads all that a checkpoint at `path` has."""
+    section = replace(recipe.checkpoint, load_path=path, no_load_optim=False, load_average=False)
     return replace(recipe, checkpoint=section)
 
 
@@ -77,6 +82,9 @@ def _check_adapters(section, checkpoint):
 def resume(job, checkpoint):
     """Give `job` the tensors of a `Checkpoint`, and its state, unless weights only are taken; rank 0 says what.
 
+    Returns:
+        The `LoadReport` of this rank.
+
     Raises:
         ValueError: on all ranks: tensors that differ from the model's, a damaged file, another seed or length of
             sequences, or no step is left.
@@ -93,9 +101,11 @@ def resume(job, checkpoint):
         goes_on = recipe.train_dataset.on_change == "go_on"
         with errors_at(f"train_dataset: {checkpoint.folder}: "):
             job.dataset = job.dataset.resumed(state.get("data", {"facts": {}}), state["consumed"], goes_on)
-    fill(checkpoint, checkpointer.parts(bool(state), checkpoint), recipe, job.mesh, job.rank, converts=not state)
+    parts = checkpointer.parts(bool(state), checkpoint)
+    report = fill(checkpoint, parts, recipe, job.mesh, job.rank, converts=not state)
     if state:
         job.step, job.consumed = job.checkpointer.restore(state), state["consumed"]
+        job.compared = state.get("compared")
         job.skipped, job.skipped_in_a_row = (state.get(name, 0) for name in ("skipped", "skipped_in_a_row"))
         if job.loss_scale and state["loss_scale"]:
             job.loss_scale.restore(state["loss_scale"])
@@ -109,17 +119,21 @@ def resume(job, checkpoint):
         raise ValueError(
             f"training.steps: {recipe.training.steps}, but {checkpoint.folder} already has {job.step} steps"
         )
+    return report
 
 
 def fill(checkpoint, parts, recipe, mesh, rank, converts=True):
     """Fill Parameters, a dict, `Part` -> Parameter, with the tensors of a `Checkpoint`; all ranks of `mesh` call this.
+
+    Returns:
+        The `LoadReport` of this rank.
 
     Raises:
         ValueError: on all ranks: tensors that differ from the model's, a damaged file. OSError: one can't be read.
     """
     ignored = ignored_tensors(recipe.spec, [name for _, name in checkpoint.tensors], recipe.model)
     with errors_at("checkpoint.load_path: ", _changes(recipe, checkpoint, ("model",)), (OSError, ValueError)):
-        load_parameters(checkpoint, parts, ranks_of(mesh, rank), converts, ignored)
+        return load_parameters(checkpoint, parts, ranks_of(mesh, rank), converts, ignored)
 
 
 def fill_weights(checkpoint, cells, recipe, mesh, rank):
@@ -145,7 +159,24 @@ def reserve_memory(job):
     try:
         job.checkpointer.reserve()
     except OSError as error:
-        _go_on_or_end(job, error)
+        go_on_or_end(job, error)
+
+
+def contents_of(job):
+    """`(state, documents)` of a job, as of `Checkpointer.begin_save`."""
+    recipe = job.recipe
+    config = config_document(recipe.spec, recipe.model_name, recipe.model, job.loaded_config)
+    state = {
+        "consumed": job.consumed,
+        "seed": recipe.training.seed,
+        "data": job.dataset.state(),
+        "loss_scale": job.loss_scale and job.loss_scale.state(),
+        "compared": job.compared,
+        "skipped": job.skipped,
+        "skipped_in_a_row": job.skipped_in_a_row,
+        "recipe": recipe_to_dict(recipe),
+    }
+    return state, {CONFIG: encode_json(config, indent=1)}
 
 
 def save_job(job, settles=False):
@@ -164,20 +195,10 @@ def save_job(job, settles=False):
     """
     recipe, checkpointer = job.recipe, job.checkpointer
     settles = settles or job.step == recipe.training.steps
-    config = config_document(recipe.spec, recipe.model_name, recipe.model, job.loaded_config)
-    state = {
-        "consumed": job.consumed,
-        "seed": recipe.training.seed,
-        "data": job.dataset.state(),
-        "loss_scale": job.loss_scale and job.loss_scale.state(),
-        "skipped": job.skipped,
-        "skipped_in_a_row": job.skipped_in_a_row,
-        "recipe": recipe_to_dict(recipe),
-    }
     try:
         is_free = checkpointer.settle(waits=settles or recipe.checkpoint.when_busy == "wait")
     except OSError as error:  # of the checkpoint before this one
-        _go_on_or_end(job, error)
+        go_on_or_end(job, error)
         is_free = True
     if not is_free:
         if job.rank == 0:
@@ -187,11 +208,11 @@ def save_job(job, settles=False):
             )
         return None
     try:
-        folder = checkpointer.begin_save(job.step, state, {CONFIG: encode_json(config, indent=1)})
+        folder = checkpointer.begin_save(job.step, *contents_of(job))
         if settles:
             checkpointer.settle()
     except OSError as error:
-        _go_on_or_end(job, error)
+        go_on_or_end(job, error)
         return None
     return folder
 
@@ -241,7 +262,8 @@ def convert(source, target, recipe=None):
     return f"{target}: {count} tensors{others}"
 
 
-def _go_on_or_end(job, error):
+def go_on_or_end(job, error):
+    """After an error of saving: a warning, or a `SaveError`, as `checkpoint.on_error` says."""
     if job.recipe.checkpoint.on_error == "end":
         raise SaveError(str(error)) from error
     if job.rank == 0:

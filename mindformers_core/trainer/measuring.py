@@ -1,15 +1,21 @@
-"""What a job costs, the operations of its model by the captured graphs and the memory of a process; its epochs."""
+"""What a job costs: operations of its model by the captured graphs, memory and seconds of a process; its epochs."""
 
 import resource
+from collections import deque
+from statistics import median
 
 import mindspore as ms
 
+from mindformers_core.communication import process_state
 from mindformers_core.data.streams import Stream
 from mindformers_core.operators.registry import facts_of
 from mindformers_core.operators.resolve import BACKWARD_WORK
 from mindformers_core.program.graph import CallNode
 from mindformers_core.propagation.operators import operator_signature
 from mindformers_core.sharding.inspecting import programs
+
+_SLOW = 1.5  # times the others' seconds
+_FEW, _MOST = 5, 50  # steps that a median is of
 
 
 def model_operations(cells):
@@ -49,3 +55,50 @@ def peak_memory():
     if ms.get_context("device_target") != "CPU":
         return ms.runtime.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def waited():
+    """Seconds that this rank has spent in collectives, and waiting for messages, so far; compiled ones aren't known."""
+    watch = process_state().watch
+    return 0.0 if watch is None else watch.recorder.waited
+
+
+class Pace:
+    """Finds the rank that the others wait for, by the seconds of a step in which each doesn't wait.
+
+    Args:
+        rank: this rank.
+    """
+
+    def __init__(self, rank):
+        self._rank, self._seconds, self._told = rank, deque(maxlen=_MOST), None
+
+    def add(self, seconds):
+        """A step has taken this rank so long, without waiting for others."""
+        self._seconds.append(seconds)
+
+    @property
+    def seconds(self):
+        """Of a step of the last ones; None before there are a few."""
+        return median(self._seconds) if len(self._seconds) >= _FEW else None
+
+    def told(self, everywhere):
+        """What the row of a step has about a slow rank: a dict. Rank 0 says who it is, once.
+
+        Args:
+            everywhere: rank -> its `seconds`.
+        """
+        slow = slow_rank(everywhere)
+        if self._rank == 0 and slow and slow[0] != self._told:
+            print("warning: rank {} is slow: a step takes it {:.3g} s, the others {:.3g} s".format(*slow), flush=True)
+        self._told = slow and slow[0]
+        return {"slow_rank": slow[0], "slow_seconds": slow[1]} if slow else {}
+
+
+def slow_rank(everywhere):
+    """`(rank, its seconds, the median of the others)` where it takes 1.5 times as long as they do; else None. Pure."""
+    rank = max(everywhere, key=lambda each: everywhere[each] or 0.0)
+    others = [seconds for each, seconds in everywhere.items() if each != rank]
+    if not others or None in everywhere.values() or everywhere[rank] <= _SLOW * median(others):
+        return None
+    return rank, everywhere[rank], median(others)

@@ -25,22 +25,17 @@ from mindformers_core.recipe.checks import recipe_device_model
 from mindformers_core.recipe.learning_rate import learning_rate
 from mindformers_core.recipe.loader import evaluated, load_recipe, recipe_to_yaml
 from mindformers_core.recipe.sections import batch_plan
+from mindformers_core.scopes import errors_at
 from mindformers_core.sharding.replicas import check_replicas
 from mindformers_core.supervised import step_counter, tell
 from mindformers_core.trainer import records
 from mindformers_core.trainer.cells import build_cells, check_patterns, loss_scale_of, placed_of
-from mindformers_core.trainer.checkpoints import (
-    checkpointer_of,
-    going_on,
-    open_source,
-    reserve_memory,
-    resume,
-    save_job,
-)
+from mindformers_core.trainer.checkpoints import checkpointer_of, going_on, reserve_memory, save_job
 from mindformers_core.trainer.evaluation import evaluate
 from mindformers_core.trainer.joining import enter_world
 from mindformers_core.trainer.leaving import Leaving
-from mindformers_core.trainer.measuring import epochs, model_operations, peak_memory
+from mindformers_core.trainer.measuring import Pace, epochs, model_operations, peak_memory, waited
+from mindformers_core.trainer.memory import JobMemory
 from mindformers_core.trainer.recording import start_recording
 from mindformers_core.trainer.saving import Saving
 from mindformers_core.trainer.step import step_function
@@ -72,6 +67,7 @@ class Trainer:
         plan: the `BatchPlan` of a step.
         step, consumed: number of steps, and of sequences that they took, also before the run was resumed.
         skipped, skipped_in_a_row: number of steps that were skipped, since something wasn't finite.
+        compared: the last step after which ranks had equal weights and moments where they have the same ones; or None.
         loaded_config: the contents of the `config.json` of `checkpoint.load_path`, or None.
         summary: a line about the steps of the last loop; None before it ends.
 
@@ -88,7 +84,9 @@ class Trainer:
         self.recipe = recipe = going_on(recipe)
         self.mesh = mesh = enter_world(recipe)[1] if mesh is None else mesh
         self.rank = world().rank
-        checkpoint = open_source(recipe)
+        self._memory = JobMemory(recipe, mesh, self.rank)
+        self.recipe, checkpoint = self._memory.newest(recipe)
+        recipe = self.recipe
         given = dataset_of(recipe) if dataset is None else dataset
         self.dataset = given_dataset(given, "Trainer(dataset=…)", recipe.data_seed, id_limits(recipe))
         self._held_out = dataset_of(evaluated(recipe)) if recipe.evaluation.interval else None
@@ -110,8 +108,9 @@ class Trainer:
         self._operations = self._operations_of_step()
         self._has_folder, self._told = False, step_counter()
         self._saving = Saving(recipe.checkpoint, ranks_of(mesh, self.rank), self.checkpointer)
+        self._pace, self.compared = Pace(self.rank), None
         if checkpoint is not None:
-            resume(self, checkpoint)
+            self._memory.resume(self, checkpoint)
         if self.optimizer.average and self.step == 0:
             self.optimizer.average.begin()
         if recipe.monitor.perturb:
@@ -148,9 +147,11 @@ class Trainer:
             leaving = held.enter_context(Leaving(self.mesh, self.rank, section.grace))
             try:
                 reserve_memory(self)
+                self._memory.reserve(self)
                 self._compare_replicas(is_due=True)
                 while self.step < self.recipe.training.steps:
                     row = self.train_step()
+                    row.update(self._memory.take_facts())
                     at_end, is_due = self.step == self.recipe.training.steps, "not_finite" in row
                     is_logged = at_end or self.step % self.recipe.monitor.log_interval == 0
                     leaves = leaving.is_due(self.step, is_logged) and not at_end
@@ -159,12 +160,13 @@ class Trainer:
                             records.report_activations(self.recipe, self.mesh, self.rank, self.cells)
                         if is_due:
                             raise FloatingPointError(row["not_finite"])
-                        self._compare_replicas(is_due=at_end)
+                        is_due = section.enable_save and (self._saving.is_due(row) or at_end or leaves)
+                        self._compare_replicas(is_due=at_end or is_due and section.check_replicas)
                         if is_logged:
-                            peaks = ranks_of(self.mesh, self.rank).gather(peak_memory())
-                            row["memory_bytes"], row["memory_rank"] = max((peaks[rank], rank) for rank in peaks)
-                        if section.enable_save and (self._saving.is_due(row) or at_end or leaves):
-                            is_due = True
+                            found = ranks_of(self.mesh, self.rank).gather((peak_memory(), self._pace.seconds))
+                            row["memory_bytes"], row["memory_rank"] = max((found[rank][0], rank) for rank in found)
+                            row.update(self._pace.told({rank: seconds for rank, (_, seconds) in found.items()}))
+                        if is_due:
                             self._saving.add(row, save_job(self, settles=at_end or leaves))
                         if self._held_out and (at_end or self.step % self.recipe.evaluation.interval == 0):
                             row.update(self.evaluate())
@@ -173,7 +175,9 @@ class Trainer:
                                     row.update((f"average_{name}", each) for name, each in self.evaluate().items())
                         yield row
                     finally:
-                        recorder.add(row, is_due or at_end or leaves)
+                        recorder.add(row, is_due or at_end or leaves or self._memory.is_due(self))
+                    if self._memory.is_due(self):
+                        self._memory.keep(self)
                     if leaves:
                         leaving.leave(self.step, self.checkpointer.newest)
             except FloatingPointError:
@@ -209,10 +213,10 @@ class Trainer:
 
         Where the loss or a gradient isn't finite, nothing is updated, and the row has a text about it, `not_finite`.
         """
-        started, self._told[0] = time.perf_counter(), self.step + 1
+        started, before, self._told[0] = time.perf_counter(), waited(), self.step + 1
         following, is_last = self.consumed + self.plan.samples, self.step + 1 >= self.recipe.training.steps
         batch = self._batches.get(self.consumed, None if is_last else following)
-        waited = time.perf_counter() - started
+        reading = time.perf_counter() - started
         self.step, self.consumed = self.step + 1, following
         rate, scale = learning_rate(self.recipe, self.step, self.plan.samples), self.loss_scale
         value = scale.value if scale else None
@@ -225,14 +229,16 @@ class Trainer:
         self.skipped, self.skipped_in_a_row = self.skipped + is_skipped, is_skipped * (self.skipped_in_a_row + 1)
         if is_skipped:
             odd = found if self.skipped_in_a_row > precision.skipped_steps else None
-        seconds = time.perf_counter() - started
+        seconds, waiting = time.perf_counter() - started, waited() - before
+        self._pace.add(seconds - waiting)
         row = records.Row(
             step=self.step,
             loss=loss,
             learning_rate=rate,
             gradient_norm=norm,
             seconds=seconds,
-            data_seconds=waited,
+            data_seconds=reading,
+            wait_seconds=waiting,
             tokens_per_second=self.plan.samples * self.recipe.train_dataset.seq_length / seconds,
         )
         row.update(epochs(self.dataset, self.consumed - self.plan.samples, self.consumed))
@@ -282,8 +288,10 @@ class Trainer:
     def _compare_replicas(self, is_due):
         """Compare what ranks have alike, where it is due or `context.check_replicas` steps are over."""
         every = self.recipe.context.check_replicas
-        if every and (is_due or self.step % every == 0):
-            check_replicas(list(self.cells.values()), self.optimizer)
+        if (every or self.recipe.checkpoint.check_replicas) and (is_due or every and self.step % every == 0):
+            with errors_at("", "" if self.compared is None else f"; they were equal after step {self.compared}"):
+                check_replicas(list(self.cells.values()), self.optimizer)
+            self.compared = self.step
 
     def _open_records(self, held):
         """Make the run folder, which rank 0 has until the stack `held` is closed; all ranks call this.

@@ -76,8 +76,7 @@ def hsdp(
     Raises:
         TypeError, ValueError: an invalid argument; a second call; an optimizer that holds the parameters already.
     """
-    axes = (axis,) if isinstance(axis, str) else axis
-    mesh, has_axis = _checked_mesh(cell, axes, mesh, gradients_mean)
+    axes, mesh, has_axis = _checked_mesh(cell, axis, mesh, gradients_mean)
     settings = HsdpSettings(
         *data_parallel_axes(mesh, axes, shard_size), axes, shard_size, threshold, optimizer_level,
         accumulate_grad_step, reshard_after_forward, prefetch,
@@ -131,10 +130,11 @@ def _refuse_second(cell):
                 )
 
 
-def _checked_mesh(cell, axes, mesh, gradients_mean):
-    """The mesh with the data-parallel axes, and whether the Cell is sharded over these."""
+def _checked_mesh(cell, axis, mesh, gradients_mean):
+    """The data-parallel axes, a tuple; the mesh with these, and whether the Cell is sharded over them."""
     if not isinstance(cell, nn.Cell):
         raise TypeError(f"hsdp() takes a Cell, an instance of a subclass of nn.Cell, not {cell!r}")
+    axes = (axis,) if isinstance(axis, str) else axis
     if not (isinstance(axes, tuple) and axes and all(isinstance(axis, str) for axis in axes)):
         raise TypeError(f"hsdp(axis={axes!r}): should be the name of a mesh axis, or a tuple of names")
     if mesh is not None and not isinstance(mesh, DeviceMesh):
@@ -155,7 +155,7 @@ def _checked_mesh(cell, axes, mesh, gradients_mean):
             f"hsdp(gradients_mean=True): {cell_label('', cell)} is sharded over {shown_axes(axes)}, so its loss is "
             "that of the whole batch, and gradients are terms of a sum: leave gradients_mean out"
         )
-    return mesh, has_axis
+    return axes, mesh, has_axis
 
 
 def _check_part(cell, own, axes, mesh):

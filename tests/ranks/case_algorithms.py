@@ -90,7 +90,7 @@ def case_softmax_algorithms():
     check({**SOFTMAX, **entropy, **scan}, [low], [COLUMNS], ENGINES)
 
 
-@on_ranks(2)
+@on_ranks(nightly=(2,))
 def case_extreme_algorithms():
     check(*CASES["extremes"], [COLUMNS])
 

@@ -84,14 +84,16 @@ def case_sequence_parallel_training_equals_one_rank():
 
 @on_ranks(4)
 def case_eager_training_equals_one_rank():
-    """Operator by operator."""
-    compare_with_one_rank("context.engine=eager", "parallelism.sequence_parallel=true")
+    """Operator by operator; ranks share sequences, in zigzag."""
+    cut = "parallelism.context_parallel=2", "parallelism.sequence_parallel=true"
+    compare_with_one_rank("context.engine=eager", *cut, shape=(1, 1, 2, 2))
 
 
 @on_ranks(nightly=(4,))
 def case_compiled_sequence_parallel_training_equals_one_rank():
     """Graph mode: forward and backward of two micro-batches in one graph, clipping and AdamW in another."""
     compare_with_one_rank("context.mode=0", "parallelism.sequence_parallel=true")
+    compare_with_one_rank("context.mode=0", "parallelism.context_parallel=4", shape=(1, 1, 4, 1))
 
 
 def pipeline(schedule, chunks=1):
@@ -122,19 +124,19 @@ def uneven_steps_alone():
 
 @on_ranks(4)
 def case_every_label_weighs_alike():
-    """Ten steps of uneven micro-batches on pp 2 x dp 2, of whose labels all to none count; also compiled."""
+    """Ten compiled steps of uneven micro-batches on pp 2 x dp 2, of whose labels all to none count."""
     rank, cut = world().rank, label_weights.CUTS["pp 2 x dp 2, runs *"]
     expected, whole = uneven_steps_alone()
-    for mode in (1, 0):
-        recipe = label_weights.recipe(*cut)
-        recipe = dataclasses.replace(recipe, context=dataclasses.replace(recipe.context, mode=mode))
-        job = Trainer(recipe, mesh=init_device_mesh((2, 2, 1, 1), MESH_AXES))
-        assert job.plan.empty == 8
-        for row, figures in ((job.train_step(), each) for each in expected):
-            np.testing.assert_allclose((row["loss"], row["gradient_norm"]), figures, 1e-5, err_msg=str(mode))
-        for part in job.optimizer.parameters:
-            mine = part.layout.local_slices(part.global_shape, rank)
-            np.testing.assert_allclose(part.asnumpy(), whole[part.name][mine], atol=1e-5, err_msg=part.name)
+    recipe = label_weights.recipe(*cut)
+    recipe = dataclasses.replace(recipe, context=dataclasses.replace(recipe.context, mode=0))
+    job = Trainer(recipe, mesh=init_device_mesh((2, 2, 1, 1), MESH_AXES))
+    assert job.plan.empty == 8
+    for figures in expected:
+        row = job.train_step()
+        np.testing.assert_allclose((row["loss"], row["gradient_norm"]), figures, 1e-5)
+    for part in job.optimizer.parameters:
+        mine = part.layout.local_slices(part.global_shape, rank)
+        np.testing.assert_allclose(part.asnumpy(), whole[part.name][mine], atol=1e-5, err_msg=part.name)
 
 
 @on_ranks(nightly=(4,))
@@ -146,9 +148,11 @@ def case_compiled_pipelined_training_equals_one_rank():
 
 @on_ranks(nightly=(8,))
 def case_pipelined_training_on_three_axes_equals_one_rank():
-    """pp 2 x dp 2 x tp 2."""
+    """pp 2 x dp 2 x tp 2; pp 2 x cp 2 x tp 2, with weights cut over cp."""
     overrides = [*pipeline("interleaved_1f1b", 2), "parallelism.sequence_parallel=true"]
     compare_with_one_rank(*overrides, shape=(2, 2, 1, 2), alike=DEEP)
+    cut = "context_parallel=2", "zero_level=3", "zero_threshold_kb=0"
+    compare_with_one_rank(*overrides, *map("parallelism.{}".format, cut), shape=(2, 1, 2, 2), alike=DEEP)
 
 
 @on_ranks(nightly=(2,))

@@ -41,8 +41,12 @@ def case_levels_equal_one_rank():
 
 @on_ranks(4)
 def case_compiled_levels_equal_one_rank():
-    """Graph mode, Muon: at level 3 every layer is a graph of its own; level 2 is compiled in pipelines, below."""
-    compare(3, 4, "context.mode=0", alike=("optimizer={type: Muon}",))
+    """Graph mode, Muon: at level 3 every layer is a graph of its own; level 2 is compiled in pipelines, at night.
+
+    Weights are cut over ranks that share sequences, too.
+    """
+    cut = "context.mode=0", "parallelism.context_parallel=2"
+    compare(3, 4, *cut, shape=(1, 2, 2, 1), shards=4, alike=("optimizer={type: Muon}",))
 
 
 @on_ranks(4)
@@ -59,10 +63,16 @@ def case_groups_that_shard_equal_one_rank():
 
 
 @on_ranks(4)
-def case_pipelined_levels_equal_one_rank():
-    """Every stage is sharded over its data-parallel ranks; several runs a step, tied embeddings; compiled; LARS."""
+def case_pipelined_levels_equal_one_rank(*overrides):
+    """Every stage is sharded over its data-parallel ranks; several runs a step, tied embeddings; LARS."""
     two = *DEEP, "model.num_hidden_layers=2", "optimizer={type: LARS, trust: 0.1}"
-    compare(2, 2, *pipeline("zb_h1"), "context.mode=0", shape=PP_AND_DP, alike=two)
+    compare(2, 2, *pipeline("zb_h1"), *overrides, shape=PP_AND_DP, alike=two)
+
+
+@on_ranks(nightly=(4,))
+def case_compiled_pipelined_levels_equal_one_rank():
+    """The same in graph mode, which of pipelines `case_every_label_weighs_alike` has daily."""
+    case_pipelined_levels_equal_one_rank("context.mode=0")
 
 
 @on_ranks(nightly=(4,))

@@ -18,7 +18,7 @@ import psutil
 
 TESTS = Path(__file__).resolve().parent.parent
 ROOT = TESTS.parent
-WORKER = TESTS / "ranks" / "worker.py"
+WORKER, FORKING = TESTS / "ranks" / "worker.py", TESTS / "support" / "forking_msrun.py"
 # As it was when pytest began: launches run beside tests that set variables. Of a graph that is written into files,
 # `count_in_graph` reads the last form; all forms would make a compilation take twice as long.
 _ENVIRONMENT = {**os.environ, "MS_DEV_DUMP_IR_PASSES": "execute"}
@@ -78,7 +78,7 @@ class CaseResult:
 
 
 def run_ranks(world_size, script, *arguments, timeout=120, env=None, stop=None, until=None):
-    """Run a Python script on `world_size` ranks under msrun, and leave no process behind.
+    """Run a Python script on `world_size` ranks under msrun (`forking_msrun`), and leave no process behind.
 
     Args:
         world_size: number of ranks.
@@ -95,8 +95,8 @@ def run_ranks(world_size, script, *arguments, timeout=120, env=None, stop=None, 
         path = os.pathsep.join([str(Path(sys.executable).parent), _ENVIRONMENT.get("PATH", "")])
         python_path = os.pathsep.join([str(ROOT), str(TESTS), _ENVIRONMENT.get("PYTHONPATH", "")])
         variables = {"GLOG_v": "3", **_ENVIRONMENT, "PATH": path, "PYTHONPATH": python_path, **(env or {})}
-        command = ["msrun", f"--worker_num={world_size}", f"--local_worker_num={world_size}", "--join=True"]
-        command += [f"--master_port={free_port()}", "--cluster_time_out=60", f"--log_dir={folder}"]
+        command = [sys.executable, str(FORKING), f"--worker_num={world_size}", f"--local_worker_num={world_size}"]
+        command += ["--join=True", f"--master_port={free_port()}", "--cluster_time_out=60", f"--log_dir={folder}"]
         command += [str(ROOT / script), *map(str, arguments)]
         start = time.monotonic()
         with open(Path(folder) / "msrun.log", "w") as output:

@@ -37,12 +37,12 @@ def stored(graph, declarations, mesh=MESH):
     return found
 
 
-def plan_of(model, args, named, config=None, plan=None, arriving=None, mesh=MESH):
-    """The plan of a model whose inputs arrive whole, or as `arriving` (by number) says; algorithms are free."""
+def plan_of(model, args, named, config=None, plan=None, arriving=None, mesh=MESH, algorithm=None):
+    """The plan of a model whose inputs arrive whole, or as `arriving` (by number) says; `algorithm`: `propagate`'s."""
     declarations = collect_declarations(model, config, plan)
     graph = capture(model, *args, **named)
     layouts = {value.id: whole(value, mesh) for value in tree_leaves(graph.arguments)} | (arriving or {})
-    return propagate(graph, mesh, layouts, stored(graph, declarations, mesh), declarations)
+    return propagate(graph, mesh, layouts, stored(graph, declarations, mesh), declarations, algorithm=algorithm)
 
 
 CONFIGS = {

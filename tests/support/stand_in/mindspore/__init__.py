@@ -1,0 +1,1 @@
+"""In the place of MindSpore, for launches of ranks without it: its launcher only."""
