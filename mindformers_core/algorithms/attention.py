@@ -10,6 +10,7 @@ from functools import cache
 import mindspore as ms
 from mindspore import nn, ops
 
+from mindformers_core.algorithms.compiled import in_graph
 from mindformers_core.operators.visible_blocks import place_runs, visible_blocks
 
 LOWEST = -3.4028234663852886e38  # of float32: the logarithm of a sum of nothing
@@ -18,12 +19,6 @@ _SCORES = 1 << 20  # of a block, in all heads of a batch: they fit in a processo
 _product, _by_rows, _of_columns = ops.BatchMatMul(), ops.BatchMatMul(False, True), ops.BatchMatMul(True, False)
 _largest, _positive, _ones_like = ops.ArgMaxWithValue(-1), ops.ReLU(), ops.OnesLike()
 _cast, _sum = ops.Cast(), ops.ReduceSum()
-
-
-@ops.constexpr
-def wide(dtype):
-    """In which dtype scores are: float32, or float64 where all is."""
-    return dtype if dtype == ms.float64 else ms.float32
 
 
 def attend_part(query, key, value, first, last, places, scale, blocks):
@@ -102,9 +97,11 @@ def attend_gradient(query, key, value, first, last, places, scale, blocks, sums,
 
 
 def _by_groups(x, groups):
-    """(batch, length, heads, size) as (batch, groups, heads of a group * length, size), `wide`."""
+    """(batch, length, heads, size) as float32, or float64, (batch, groups, heads of a group * length, size)."""
     batch, length, heads, size = x.shape
-    x = ops.reshape(_cast(x, wide(x.dtype)), (batch, length, groups, heads // groups, size))
+    x = ops.reshape(
+        _cast(x, ms.float64 if x.dtype == ms.float64 else ms.float32), (batch, length, groups, heads // groups, size)
+    )
     return ops.reshape(ops.transpose(x, (0, 2, 3, 1, 4)), (batch, groups, heads // groups * length, size))
 
 
@@ -153,7 +150,7 @@ class _WithGradient(nn.Cell):
     """The results of `attend_part` for all keys, with its gradient.
 
     Results are arguments, and the Cell's have a dim more, since in a compiled function that PyNative differentiates a
-    `bprop` gets the results of the Cell's last call; ranges and places are float32 (see docs/mindspore.md).
+    `bprop` gets the results of the Cell's last call; in graphs no integers pass (see docs/mindspore.md).
     """
 
     def __init__(self, scale, blocks):
@@ -166,7 +163,7 @@ class _WithGradient(nn.Cell):
 
     def bprop(self, query, key, value, first, last, places, output, sums, out, dout):
         gradient, of_sums = dout[0][0], dout[1][0]
-        delta = _sum(_cast(output, wide(output.dtype)) * _cast(gradient, wide(gradient.dtype)), 3)
+        delta = _sum(_cast(output, sums.dtype) * _cast(gradient, sums.dtype), 3)
         delta = ops.transpose(delta, (0, 2, 1)) - of_sums
         of_query, of_key, of_value = attend_gradient(
             query, key, value, first, last, places, self.scale, self.blocks, sums, delta, gradient
@@ -184,7 +181,9 @@ def attend(
 ):
     """The operator `Attention`, whose arguments its function for models describes."""
     blocks = _blocks(query.shape, key.shape, order, reach, exact)
-    ranges = _cast(first, ms.float32), _cast(last, ms.float32), _cast(places, ms.float32)
+    ranges = first, last, places
+    if in_graph():
+        ranges = _cast(first, ms.float32), _cast(last, ms.float32), _cast(places, ms.float32)
     free = ops.stop_gradient(query), ops.stop_gradient(key), ops.stop_gradient(value)
     output, sums = attend_part(*free, *ranges, scale, blocks)
     output = _cast(output, value.dtype)

@@ -9,10 +9,10 @@ from functools import partial, wraps
 from mindspore import Parameter, Tensor, ops
 
 from mindformers_core import mindspore_private as private
+from mindformers_core.algorithms.compiled import in_graph
 from mindformers_core.algorithms.draws import draw_whole
 from mindformers_core.algorithms.dropout import WITHOUT_SEEDS
 from mindformers_core.communication.world import process_state
-from mindformers_core.dtensor.compiled import in_graph
 from mindformers_core.dtensor.dispatch import dispatch
 from mindformers_core.dtensor.dtensor import DTensor, adopted
 from mindformers_core.lowering.compositions import composed

@@ -17,8 +17,8 @@ from weakref import ref
 
 import mindspore as ms
 
+from mindformers_core.algorithms.compiled import ConstantOfPython
 from mindformers_core.communication.world import process_state, world
-from mindformers_core.dtensor.compiled import ConstantOfPython
 from mindformers_core.dtensor.dtensor import DTensor
 from mindformers_core.dtypes import dtype_name
 from mindformers_core.operators import TensorMeta

@@ -12,8 +12,8 @@ from weakref import WeakKeyDictionary
 
 from mindspore import Parameter, Tensor, nn
 
+from mindformers_core.algorithms.compiled import ConstantOfPython
 from mindformers_core.communication.world import process_state
-from mindformers_core.dtensor.compiled import ConstantOfPython
 from mindformers_core.mindspore_private import ALL_FINITE, CLIP_BY_GLOBAL_NORM, TOTAL_NORM
 from mindformers_core.program.structure import tree_leaves
 from mindformers_core.scopes import entered, once

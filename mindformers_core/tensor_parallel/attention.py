@@ -1,13 +1,11 @@
 """Attention as one operator with a rule of its own, for keys in ranges of places."""
 
-from math import prod
-
 from mindformers_core.algorithms.attention import attend
 from mindformers_core.dtensor.interception import custom_operator
 from mindformers_core.operators import Algorithm, register_algorithm, register_operator
 from mindformers_core.operators.registry import NO_GRADIENT
 from mindformers_core.operators.rules import attention as rules
-from mindformers_core.operators.saved import FLOATS, SavedByOperator
+from mindformers_core.operators.saved import ALL, SavedByOperator
 from mindformers_core.tensor_parallel.cut_attention import gathered, gathered_gradient, merge, ring, ring_gradient
 
 _ALGORITHMS = (
@@ -17,12 +15,9 @@ _ALGORITHMS = (
 )
 for _name, _text, *_functions in _ALGORITHMS:
     register_algorithm(Algorithm(_name, _text, True, *_functions))
-_SAVES = SavedByOperator(  # queries, keys, values and both results; ranges and places in float32
-    FLOATS, outputs=FLOATS, internal=lambda operands, results: [4 * prod(each.shape) for each in operands[3:6]]
-)
 _SOURCE = "mindformers_core.algorithms"
 register_operator(
-    "Attention", source=f"{_SOURCE}.attention.attend", saves=_SAVES, operations=rules.attention_operations,
+    "Attention", source=f"{_SOURCE}.attention.attend", saves=SavedByOperator(ALL, outputs=ALL), operations=rules.attention_operations,
     algorithms=tuple(name for name, *_ in _ALGORITHMS),
 )(rules.ranged_attention)  # fmt: skip
 for _name, _source, _rule in (  # of algorithms

@@ -11,8 +11,8 @@ from itertools import zip_longest
 import mindspore as ms
 from mindspore import nn
 
+from mindformers_core.algorithms.compiled import in_graph
 from mindformers_core.communication import world
-from mindformers_core.dtensor.compiled import in_graph
 from mindformers_core.dtensor.dtensor import DTensor
 from mindformers_core.hints import nearest
 from mindformers_core.layout import LayoutSpec
