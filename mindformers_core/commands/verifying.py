@@ -44,8 +44,8 @@ def verify_recipe(recipe, full=False):
     recipe, mesh = replace(recipe, context=replace(recipe.context, engine=given.context.engine)), recipe_mesh(recipe)
     print(f"running {mesh.size:,} ranks …", file=sys.stderr, flush=True)
     plan, is_sum = batch_plan(recipe, mesh.axis_size("dp")), recipe.spec.loss == "sum"
-    inputs = _inputs(recipe, plan.samples)
-    data = SimpleNamespace(batch=lambda first, count: [array[first : first + count] for array in inputs])
+    data = _dataset(_inputs(recipe, plan.samples))
+    inputs = balanced(recipe, data).batch(0, plan.samples)  # as ranks compute with them
 
     def step(rank, cells):
         ms.set_seed(recipe.training.seed)
@@ -62,9 +62,8 @@ def verify_recipe(recipe, full=False):
 
     first = next(graph for (stage, _), (graph, _) in plans.items() if stage == 0)
     names = (recipe.spec.inputs or list(first.arguments))[: len(inputs)]
-    inputs = balanced(recipe, data).batch(0, plan.samples)
-    data = SimpleNamespace(batch=lambda first, count: [array[first : first + count] for array in inputs])
-    whole = local_batch(plan, [Layout.on(mesh, ((),) * array.ndim) for array in inputs], 0, ignored_rows(recipe), data)
+    layouts = [Layout.on(mesh, ((),) * array.ndim) for array in inputs]
+    whole = local_batch(plan, layouts, 0, ignored_rows(recipe), _dataset(inputs))
     passes = _passes(whole, plan, 1 if is_sum else 1 / plan.micro_batches, names)
     subject = SimpleNamespace(
         mesh=mesh, build=partial(build_cells, recipe, mesh), step=step, replica=lambda *_: 0, parameters=parameters,
@@ -121,6 +120,11 @@ def _inputs(recipe, count):
     places = np.arange(length, dtype=np.int32)
     begins = np.maximum.accumulate(np.where(draw.random((count, length)) < 0.2, places, 0), 1)
     return ids[:, :-1], labels, places - begins
+
+
+def _dataset(arrays):
+    """A dataset whose samples are the rows of arrays."""
+    return SimpleNamespace(batch=lambda first, count: [array[first : first + count] for array in arrays])
 
 
 def _passes(inputs, plan, slope, names):
