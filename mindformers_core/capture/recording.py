@@ -278,7 +278,8 @@ class Recorder:
         behind, refused = method_behind(func.name), None
         try:
             if found := inferred(func.name, args, kwargs):
-                return self.meta(*found)
+                results = tuple(self.meta(*each) for each in found)
+                return results if len(results) > 1 else results[0]
         except ValueError as error:
             refused = error
         try:

@@ -48,5 +48,6 @@ def apply_rotary(x, cosines, sines):
 def _tables(length, head_dim, theta, scaling):
     """The tables as NumPy arrays, computed in float64: float32 angles of long sequences are inexact."""
     frequencies, amplitude = rotary_frequencies(length, head_dim, theta, scaling)
-    angles = np.tile(np.outer(np.arange(length), frequencies), 2)[:, None, :]
-    return (amplitude * np.cos(angles)).astype(np.float32), (amplitude * np.sin(angles)).astype(np.float32)
+    angles = np.outer(np.arange(length), frequencies)[:, None, :]
+    halves = ((amplitude * turn(angles)).astype(np.float32) for turn in (np.cos, np.sin))
+    return tuple(np.tile(half, 2) for half in halves)
