@@ -55,7 +55,7 @@ def one_card(trained):
     [
         pytest.param("context.engine=eager", 8, marks=pytest.mark.nightly),  # "tp 2, eager" is daily
         ("context.engine=generated", 10),
-        ("context.mode=0", 60),
+        ("context.mode=0", 20),
     ],
 )
 def test_greedy_tokens_are_those_of_the_full_forward_pass(trained, forward, mode, count, monkeypatch):
@@ -85,7 +85,7 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize("name", daily(("dp 2, tp 2", "pp 2 in a V"), MESHES))
+@pytest.mark.parametrize("name", daily(["pp 2 in a V"], MESHES))
 def test_any_mesh_generates_the_same(trained, forward, one_card, name):
     """The same tokens on all ranks, logits of the last position where the last stage is; caches are cut."""
     found = generated(trained, *MESHES[name])
@@ -124,7 +124,7 @@ def test_the_cache_is_verified(slots):
     net = recipe.spec.build(recipe.model).set_train(False)
     net.add_caches(2, 9)
     ids, starts = padded([[3] * slots, [7] * max(1, slots - 2)], slots)
-    given = Tensor(ids), None, None, Tensor(np.arange(4, 4 + slots, dtype=np.int32)), Tensor(starts)
+    given = Tensor(ids), None, None, None, Tensor(np.arange(4, 4 + slots, dtype=np.int32)), Tensor(starts)
     check = verify(net, DeviceMesh((2, 2), ("dp", "tp")), *given, config=Parallelism())
     assert not check.faults, check.report()
     assert check.compared > 500

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.nightly import daily
 
 PREPARED = """
 import sys
@@ -88,7 +89,7 @@ def run(tmp_path, code, level):
     return done.returncode, *(text.partition("MARK\n")[2] for text in (done.stdout, done.stderr))
 
 
-@pytest.mark.parametrize("level", [None, "3"])
+@pytest.mark.parametrize("level", daily([None], [None, "3"]))
 def test_a_first_compilation_is_silent(tmp_path, level):
     """Several Cells, signatures and compilations, gradients, an update, a branch; at both ends of what is logged."""
     assert run(tmp_path, QUIET, level) == (0, "", "")

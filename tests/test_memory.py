@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 from support.checkpoint_states import MESHES, FaultyFiles, Killed, QuickFiles, state_on, tensors
 from support.nightly import seeds
+from test_training_loop import ONE_RANK, SMALL, rows_of
 
+from mindformers_core import Trainer
 from mindformers_core.checkpoint.load import load
 from mindformers_core.checkpoint.memory.plan import plan_memory
 from mindformers_core.checkpoint.memory.store import MemoryStore
@@ -154,7 +156,7 @@ def test_a_state_that_not_all_have_completed(tmp_path):
     assert job.load() == 3
 
 
-@pytest.mark.parametrize("seed", seeds(10, 300))
+@pytest.mark.parametrize("seed", seeds(6, 300))
 def test_a_job_that_dies_while_it_keeps_its_state(tmp_path, seed):
     """At any call of the file system: the last state is left, or the one that was being made."""
     Machines(str(tmp_path), "zero").keep(1, 2)
@@ -198,3 +200,32 @@ def test_memory_that_is_too_small(tmp_path):
     with pytest.raises(OSError, match=r"two states in memory need 8\.3 KiB, but .* has 100 B: give it more"):
         Machines(str(tmp_path), "dp", files=Full()).keep(1)
     assert not [*tmp_path.rglob("step_*")]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_job_takes_up_its_state(tmp_path, monkeypatch, capsys):
+    """From memory, of the step before the end; from disk, of step 3, where a byte in memory is another one."""
+    monkeypatch.setenv("MINDFORMERS_MEMORY", str(tmp_path / "memory"))
+    monkeypatch.setenv("MINDFORMERS_RESTART", "1")
+    options = [*SMALL, f"training.output_dir={tmp_path / 'a'}", "checkpoint.enable_save=true", "training.resume=auto"]
+    options += ["checkpoint.save_interleaved_steps=3", "checkpoint.replicas=1", "training.seed=3"]
+
+    def said(until, *more):
+        job = Trainer(ONE_RANK, *options, *more)
+        next(row for row in job.steps() if row["step"] == until)
+        return capsys.readouterr().out
+
+    assert "the state in memory isn't whole (nothing is there): the run begins anew" in said(5)
+    before = rows_of(tmp_path / "a")
+    assert f"loaded {tmp_path}/memory/0/step_4: all, of step 4" in said(5)
+    rows = rows_of(tmp_path / "a")
+    assert [row["loss"] for row in rows] == [row["loss"] for row in before] and len(rows) == 5
+    assert rows[4]["loaded_from_disk"] == 0 < rows[4]["loaded_from_memory"] and "replica_seconds" not in rows[4]
+    (path,) = (tmp_path / "memory/0/step_4").glob("model-*")
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    text = said(4)
+    assert "the state in memory can't be loaded (checkpoint.load_path: " in text and "is damaged: 'model.norm" in text
+    assert f"loaded {tmp_path}/a/checkpoint/step_3: all, of step 3" in text and "read 0 bytes from memory" in text
+    assert [row["loss"] for row in rows_of(tmp_path / "a")] == [row["loss"] for row in before[:4]]
+    monkeypatch.delenv("MINDFORMERS_MEMORY")
+    assert "checkpoint.replicas has no effect, since no supervisor holds memory" in said(5)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, mint, nn, ops
 from support.launch import ROOT
+from support.nightly import daily
 from support.small_cells import cell_of
 from support.verified_calls import MESH_OF_4, Sample, eager, verified
 
@@ -167,7 +168,7 @@ def sample(name, *cuts):
     return Sample(name, CALLS[name][0], tuple(CALLS[name][1]), terms=False, cuts=cuts)
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", daily(list(CALLS)[::2], CALLS))
 def test_a_call_computes_what_one_card_does(name):
     """Only the dims listed are gathered: of all others of the image a rank gets no more than halos."""
     dims = {found.split("_")[2] for found in verified(sample(name), LINE) if found.startswith("cut_0_")}
@@ -190,7 +191,10 @@ def test_a_cut_height_sends_its_halo_only():
 AXES = layout("a", None, "b"), layout(None, None, "a", "b"), layout(None, None, ("b", "a")), layout(None, "a", "b")
 
 
-@pytest.mark.parametrize("name", ["conv2d", "large", "strides", "depthwise", "max_pool2d", "avg_pool2d", "group_norm"])
+TWICE = "conv2d", "large", "max_pool2d", "strides", "depthwise", "avg_pool2d", "group_norm"
+
+
+@pytest.mark.parametrize("name", daily(TWICE[:3], TWICE))
 def test_two_axes(name):
     """Corners of halos, and halos that are larger than a part."""
     others = [layout()] * (len(CALLS[name][1]) - 1)

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from support.job_events import pooled_ettr
 from trials import Job, StandIn, check, trials
 
 pytestmark = pytest.mark.ranks
@@ -87,8 +88,12 @@ def test_a_killed_rank_and_its_neighbour(start):
 
 @pytest.mark.nightly
 def test_trials(tmp_path):
-    jobs = [*trials(tmp_path, 30, seed=0)]
+    """Also their ETTR, all together, is what the simulator foretells."""
+    jobs = [*trials(tmp_path, 30, seed=0, of_a_job=15)]
     assert sum(len(job["trials"]) for job in jobs) == 30
+    for is_async in (False, True):
+        measured, simulated = pooled_ettr([job for job in jobs if job["async"] == is_async], 2)
+        assert simulated == pytest.approx(measured, rel=0.05)
 
 
 @pytest.mark.nightly

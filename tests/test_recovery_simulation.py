@@ -3,11 +3,9 @@
 import json
 import math
 import random
-import time
 
 import pytest
-import trials
-from support.job_events import failures_of, measured_ettr, new_events, simulated_ettr
+from support.job_events import failures_of, measured_ettr, pooled_ettr, simulated_ettr
 
 from mindformers_core.analysis.recovery import Job, best_interval, draw_failures, seconds_of, simulate
 from mindformers_core.checkpoint.parts import Ranks
@@ -100,39 +98,10 @@ def test_the_measured_ettr_is_that_of_the_simulator(background):
     assert measured_ettr(events[:-1]) == pytest.approx(done / 313.1, 0.01)
     assert simulated_ettr(events[:-1], 8) == pytest.approx(measured_ettr(events[:-1]), 0.01)
     assert simulated_ettr(events[:-1], 2) < 0.9 * measured_ettr(events[:-1])
-
-
-def test_events_of_rows():
-    """A job that is killed after step 3 and goes on from step 2: its rows are written again."""
-    known, rows = {}, [{"step": 1, "seconds": 1.0}, {"step": 2, "seconds": 1.1, "save_seconds": 0.5}]
-    assert [*new_events(rows, known, 9.0)] == [(9.0, "step", 1), (8.5, "step", 2), (9.0, "save", 2)]
-    assert [*new_events([*rows, {"step": 3, "seconds": 1.2}], known, 10.0)] == [(10.0, "step", 3)]
-    assert [*new_events([*rows, {"step": 3, "seconds": 1.3}], known, 19.0)] == [(19.0, "step", 3)]
-
-
-@pytest.mark.ranks
-@pytest.mark.nightly
-def test_the_simulator_foretells_the_ettr_of_a_trial(tmp_path):
-    """A job of 2 ranks with three deaths at random steps: within 5 % of what the clock says."""
-    draws, known, events = random.Random(1), {}, [(time.time(), "start", 0)]
-    sizes = "model.hidden_size=256", "model.intermediate_size=1024", "training.local_batch_size=4"
-    job = trials.Job(
-        tmp_path, 2, "parallelism.tensor_parallel=1", *sizes, "checkpoint.save_interleaved_steps=3", "training.steps=60"
-    )
-    deaths = sorted(draws.sample(range(5, 58), 3))
-    try:
-        while job.process.poll() is None:
-            rows = job.rows()
-            events += new_events(rows, known, time.time())
-            if deaths and events[-1][1] != "death" and rows and rows[-1]["step"] >= deaths[0]:
-                time.sleep(draws.random() * rows[-1]["seconds"])
-                job.processes()[f"rank {draws.randrange(2)}"].kill()
-                events.append((time.time(), "death", deaths.pop(0)))
-            time.sleep(0.005)
-    finally:
-        job.end()
-    assert job.process.returncode == 0 and len(failures_of(sorted(events))) == 4
-    assert simulated_ettr(sorted(events), 3) == pytest.approx(measured_ettr(sorted(events)), rel=0.05)
+    deaths = [{"time": time, "ended": 0.0} for time, what, _ in events[:-1] if what == "death"]
+    job = {"events": events[:-1], "trials": deaths}
+    assert pooled_ettr([job, job], 8)[1] == pytest.approx(pooled_ettr([job, job], 8)[0], 0.05)
+    assert pooled_ettr([job, job], 2)[1] < 0.9 * pooled_ettr([job, job], 8)[0]
 
 
 def test_times():

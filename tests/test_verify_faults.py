@@ -18,7 +18,7 @@ def test_a_fault_is_found_in_its_place(fault):
     assert len(report.partition("\n\n---")[0].splitlines()) <= 15, report
 
 
-@pytest.mark.parametrize("subject", daily({fault.subject for fault in FAULTS[::EVERY_DAY]}, SUBJECTS))
+@pytest.mark.parametrize("subject", daily(["llama"], SUBJECTS))
 def test_nothing_is_found_without_a_fault(subject):
     assert outcome(subject) == ""
 

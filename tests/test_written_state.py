@@ -18,7 +18,7 @@ MESH = DeviceMesh((2, 2), ("dp", "tp"))
 X, Y = (np.random.default_rng(seed).normal(size=(4, 8)).astype(np.float32) for seed in range(2))
 
 
-@pytest.mark.parametrize("name", daily(("channels cut", "statistics cut", "sums cut"), MODELS))
+@pytest.mark.parametrize("name", daily(("statistics cut", "sums cut"), MODELS))
 def test_written_state_is_verified(name):
     kind, plan = MODELS[name]
     cell = built(kind)

@@ -20,7 +20,6 @@ class JobMemory:
     Args:
         recipe: of the job.
         mesh, rank: of all its ranks, and this one's number.
-
     """
 
     def __init__(self, recipe, mesh, rank):
@@ -56,7 +55,8 @@ class JobMemory:
         except (OSError, ValueError) as error:
             step, text = None, str(error)
         if step is None and os.environ.get("MINDFORMERS_RESTART", "0") != "0":
-            self._say(f"the state in memory isn't whole ({text}): it is loaded from disk")
+            then = "the run begins anew" if on_disk is None else "it is loaded from disk"
+            self._say(f"the state in memory isn't whole ({text}): {then}")
         return found
 
     def resume(self, job, checkpoint):

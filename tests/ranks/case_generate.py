@@ -28,8 +28,8 @@ COUNT, LAYERS = 12, "model.num_hidden_layers=2"
 
 @on_ranks(4)
 def case_generated_on_other_meshes_than_trained():
-    """Greedy tokens, compiled where no stage follows, and drawn ones, on (pp 2, tp 2), tp 2 and one rank; logits of a
-    prompt a rank."""
+    """Greedy tokens, compiled where no stage follows, and drawn ones, on (pp 2, tp 2), cp 2, whose ranks
+    compute alike, and one rank; logits of a prompt a rank."""
     folder = os.path.join(tempfile.gettempdir(), f"mindformers_core_case_generate_{os.environ['MS_SCHED_PORT']}")
     me = world().rank
     job = train(folder, me, *TRAINED, LAYERS)
@@ -48,7 +48,7 @@ def case_generated_on_other_meshes_than_trained():
 
     generate(None, 1, pp=2, tp=2)
     if me < 2:
-        generate([0, 1], tp=2)
+        generate([0, 1], cp=2)
     elif me == 2:
         generate([2])
     every = gather_values(job.mesh, (found, checked))

@@ -45,14 +45,18 @@ def pooled_ettr(jobs, interval):
 
 
 def _lived(job):
-    """The events of a trials' job, and the kinds of its deaths: one that saves before it leaves dies before that."""
+    """The events of a trials' job, and the kinds of its deaths, each after all that the signalled job has still done.
+
+    One that saves before it leaves dies before that.
+    """
     events, kinds = [tuple(event) for event in job["events"] if event[1] != "death"], []
     for trial in job["trials"]:
         time, end = trial["time"], trial["time"] + trial["ended"]
         saves = [event for event in events if event[1] == "save" and time < event[0] < end]
         if saves:
             events.remove(saves[-1])
-            time = max(time, *(event[0] for event in events if event[0] <= saves[-1][0]))
+            end = saves[-1][0]
+        time = max([time, *(event[0] for event in events if event[0] < end and event[1] != "death")])
         kinds.append("preemption" if saves else "disk")
         events.append((time, "death", 0))
     return sorted(events, key=lambda event: event[0]), kinds
@@ -66,24 +70,11 @@ def _steady(events, known, interval):
         if now[1] == "death":
             saves = before[1] == "step" and before[2] % interval == 0
             most = known.restart if starts else known.save if saves else known.step
-            clock += min(now[0] - before[0], 0.99 * most)
+            clock += most * min(0.99, max(0.01, (now[0] - before[0]) / most))  # in it: at its end it has rounding
         else:
             clock += known.restart * starts + (known.step if now[1] == "step" else known.save)
         found.append((clock, *now[1:]))
-    return found
-
-
-def new_events(rows, known, now):
-    """Events of the rows of a running job's metrics.jsonl that aren't `known`, a dict that this fills: step -> seconds.
-
-    A row is written after the save of its step, where it has one. Call this often, and sort all events in the end.
-    """
-    for row in rows:
-        if known.get(row["step"]) != row["seconds"]:  # a step that is done again takes another time
-            known[row["step"]], save = row["seconds"], row.get("save_seconds", 0.0)
-            yield now - save, "step", row["step"]
-            if save:
-                yield now, "save", row["step"]
+    return [*found[:-1], (clock + 0.01 * known.step, *found[-1][1:])]
 
 
 def failures_of(events, kind="disk"):

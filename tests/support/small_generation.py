@@ -30,9 +30,10 @@ LENGTH = max(map(len, PROMPTS))
 GREEDY, DRAWN = Sampling(), Sampling(temperature=0.9, top_p=0.8, seed=5)
 
 
-def mesh(pp=1, dp=1, tp=1, **others):
+def mesh(pp=1, dp=1, cp=1, tp=1, **others):
     """Overrides of `parallelism`."""
-    keys = {"pipeline_parallel": pp, "data_parallel_shard": dp, "tensor_parallel": tp, "zero_level": 0} | others
+    keys = {"pipeline_parallel": pp, "data_parallel_shard": dp, "context_parallel": cp, "tensor_parallel": tp}
+    keys |= {"zero_level": 0} | others
     return [f"parallelism.{key}={value}" for key, value in keys.items()]
 
 

@@ -63,6 +63,7 @@ class Worker:
         box = (self.rank * OF_A_RANK, (self.rank + 1) * OF_A_RANK)
         self.part = Part("model", "vector", "float64", (self.size * OF_A_RANK,), (box,))
         if is_async:
+            self.points.before(BackgroundSave, "_measure", after=lambda *_: self.points.event("complete"))
             self.background = BackgroundSave(self.ranks)
 
     def gather(self, value):
