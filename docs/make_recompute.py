@@ -33,7 +33,7 @@ def model():
 def explained():
     """What `explain` says of a part of a layer, and at its end."""
     net, inputs = model()
-    recompute(net, select=["*.core_attention", "layers.0-3.mlp.SiLU"])
+    recompute(net, select=["*.self_attn", "layers.0-3.mlp.SiLU"])
     swap(net, op_swap={"layers.0-3.mlp.up_proj": True})
     lines = explain(net, *inputs).splitlines()
     start, end, sums = (

@@ -11,6 +11,7 @@ from support.timings import (  # noqa: F401 (hooks of pytest)
     pytest_addoption,
     pytest_configure,
     pytest_runtest_makereport,
+    pytest_runtest_setup,
     pytest_terminal_summary,
     remember_launches,
 )

@@ -115,7 +115,7 @@ def test_a_graph_says_where_it_comes_from():
     use = projection.parameters[0]
     assert (use.path, use.local, use.trainable) == ("model.layers.1.mlp.gate_proj.weight", "weight", True)
     constants = by_path["model"].constants
-    assert [constant.value.shape for constant in constants] == [(8, 1, 6), (8, 1, 6), (8, 8)]
+    assert [constant.value.shape for constant in constants] == [(8, 1, 6)] * 2 + [(1, 8)] * 3
     text = str(graph)
     assert "model.layers.0.mlp (mindformers_core.models.llama.LlamaMLP, call 12, evaluation)" in text
     assert re.search(r"%2: float32\[2, 8, 40\] = SiLU\(%1\)  # .*llama\.py:\d+", text)

@@ -69,7 +69,7 @@ def test_words_that_no_command_knows(words, capsys):
     [
         ["recompute.select=['*.softmax']", "swap.op_swap={layers.0.mlp.SiLU: true}"],
         ["recompute.budget=0.6"],
-        ["context.mode=0", "recompute.full=true"],
+        pytest.param(["context.mode=0", "recompute.full=true"], marks=pytest.mark.nightly),
     ],
     ids=" ".join,
 )

@@ -18,7 +18,7 @@ for _name, _text, *_functions in _ALGORITHMS:
 _SOURCE = "mindformers_core.algorithms"
 register_operator(
     "Attention", source=f"{_SOURCE}.attention.attend", saves=SavedByOperator(ALL, outputs=(0, 1)),
-    operations=rules.attention_operations,     algorithms=tuple(name for name, *_ in _ALGORITHMS),
+    operations=rules.attention_operations, algorithms=tuple(name for name, *_ in _ALGORITHMS),
 )(rules.ranged_attention)  # fmt: skip
 for _name, _source, _rule in (  # of algorithms
     ("AttentionPart", "add_part", rules.attention_part),

@@ -1,6 +1,7 @@
 """`shard()` on Cells that do unusual things, against one card: gradients of inputs and parameters, for some steps."""
 
 from functools import partial
+from itertools import product
 
 import mindspore as ms
 import numpy as np
@@ -250,17 +251,10 @@ def case_manual_split():
 def case_weights_that_their_input_contradicts():
     """ZeRO-3 (weights sharded over the batch's own axis), and weights cut like nothing else, or on both axes."""
     mesh = init_device_mesh((2, 2), ("dp", "tp"))
-    for given in (
-        layout("dp", None),
-        layout(None, "dp"),
-        layout(("tp", "dp"), None),
-        layout("tp", "dp"),
-        layout("dp", "tp"),
-        layout(None, "dp_tp"),
-    ):
-        for x_layout in (layout("dp"), layout(None, "tp"), layout("tp", "dp")):
-            plan = {name: {"weight": given} for name in "qkvo"}
-            compare(Attention, mesh, plan, x_layout, steps=1)
+    weights = [("dp", None), (None, "dp"), (("tp", "dp"), None), ("tp", "dp"), ("dp", "tp"), (None, "dp_tp")]
+    for given, entries in [*product(weights, [("dp",), (None, "tp"), ("tp", "dp")])][::2]:
+        plan = {name: {"weight": layout(*given)} for name in "qkvo"}
+        compare(Attention, mesh, plan, layout(*entries), steps=1)
     zero = {name: {"weight": layout("dp", None)} for name in "qkvo"}
     counts = compare(Attention, mesh, zero, layout("dp"))
     assert counts.pop(("all_reduce", ("dp",))) == (1, 4)  # the test's own sum
@@ -272,19 +266,17 @@ def case_weights_that_their_input_contradicts():
 def case_inputs_that_are_declared():
     """Inputs moved at the boundary to all sorts of layouts, and results, too."""
     mesh = init_device_mesh((2, 2, 1), ("dp", "tp", "cp"))
-    for first in (
-        layout("dp"),
-        layout("dp", "cp", "tp"),
-        layout("tp", None, "dp"),
-    ):
-        for second in (layout("dp", None, None), layout(None, "tp", None), layout(..., "tp")):
-            plan = {
-                **ATTENTION,
-                "q": {**COLUMNS, "input": first, "output": second},
-                "k": {**ROWS, "output": first},
-                "o": {**ROWS, "input": second},
-            }
-            compare(Attention, mesh, plan, layout("dp", "cp"), steps=1, shape=(4, 4, HIDDEN))
+    firsts = layout("dp"), layout("dp", "cp", "tp"), layout("tp", None, "dp")
+    for first, second in [*product(firsts, (layout("dp", None, None), layout(None, "tp", None), layout(..., "tp")))][
+        ::2
+    ]:
+        plan = {
+            **ATTENTION,
+            "q": {**COLUMNS, "input": first, "output": second},
+            "k": {**ROWS, "output": first},
+            "o": {**ROWS, "input": second},
+        }
+        compare(Attention, mesh, plan, layout("dp", "cp"), steps=1, shape=(4, 4, HIDDEN))
 
 
 def pieces(split):

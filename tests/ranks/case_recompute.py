@@ -116,12 +116,12 @@ def equal(found, expected):
 
 @on_ranks(2, nightly=(4,))
 def case_recomputed_compiled_stages_give_the_same_bits():
-    """pp 2, at night x tp 2; whole backward passes and split ones."""
-    expected, none = pipelined(True)
+    """pp 2, split backward passes; at night x tp 2, also whole ones."""
+    expected, none = pipelined(True, ScheduleZBH1)  # what a weight step needs is there again after the input step
     assert none == 0
-    assert equal(pipelined(True, **FULL)[0], expected)
-    expected, _ = pipelined(True, ScheduleZBH1)  # what a weight step needs is there again after the input step
     assert equal(pipelined(True, ScheduleZBH1, **MIDDLE)[0], expected)
+    if world().size == 4:
+        assert equal(pipelined(True, **FULL)[0], pipelined(True)[0])
 
 
 @on_ranks(2, nightly=(4,))

@@ -33,12 +33,16 @@ def pytest_configure(config):
 
 
 @pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Note the CPU time at which a test begins."""
+    item.stash[_START] = time.process_time()
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_runtest_makereport(item, call):
     """Let a test's last report tell its CPU time: reports may come from another process."""
-    if call.when == "setup":
-        item.stash[_START] = time.process_time() - call.duration
-    elif call.when == "teardown":
-        item.user_properties.append((_CPU, time.process_time() - item.stash[_START]))
+    if call.when == "teardown":
+        item.user_properties.append((_CPU, time.process_time() - item.stash.get(_START, time.process_time())))
 
 
 class _Collector:
