@@ -17,7 +17,8 @@ class Algorithm:
         text: what it does, for a reader of `explain()`.
         by_position: whether results depend on positions along the cut dim, whose parts are then contiguous.
         function: of a user's own algorithm, `function(operator, args, context)`: the results for a rank's parts of the
-            tensors. `operator` computes the plain one, and `context`, a `ShardContext`, has the collectives.
+            tensors. `operator` computes the plain one, and `context`, a `ShardContext`, has the collectives. In
+            eager calls it is free.
         gradient: where it isn't that of the operators and redistributions of `function`: `gradient(args, results,
             gradients, context)`, in order the gradients of the floating tensors among `args`. The backward pass then
             keeps the algorithm's inputs and results alone.
