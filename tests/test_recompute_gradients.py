@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 CELLS = [
     (llama, {"full": True}),
     (llama, {"select": ["layers.*.self_attn", "layers.0.mlp"]}),
-    (llama, {"select": "*.core_attention"}),
+    (llama, {"select": "*.self_attn"}),
     (Net, {"full": [0, 2]}),
     (Half, {"full": True}),
 ]
