@@ -321,10 +321,21 @@ def test_links_decide():
     sent = {}
     for model in (fast, slow):
         report = make_report(propagate(*call, device_model=model), algorithm_of)
-        sent[model.name] = collectives_of(report.traffic)
-        assert (
-            f"by the prices of the device model {model.name} ({model.link.bandwidth / 1e9:g} GB/s over all axes)"
-            in (" ".join(explain_plan(report).split()))
-        )
+        sent[model.name], text = collectives_of(report.traffic), " ".join(explain_plan(report).split())
+        prices = f"by the prices of the device model {model.name} ({model.link.bandwidth / 1e9:g} GB/s over all axes)"
+        assert prices in text and "Declared cuts" not in text
     assert sent["fast"] == {"all_gather": (1, 0), "reduce_scatter": (0, 1), "all_reduce": (0, 2)}
     assert sent["slow"]["all_to_all"][0] == 1 and sent["slow"].get("all_gather", (0, 0))[0] == 0
+
+
+def test_declarations_decide():
+    """A weight that is declared cut stays so, also where a gather of it would send fewer bytes."""
+    mesh, example = init_device_mesh((2, 2), ("dp", "tp")), EXAMPLES["classifier"]
+    inputs, _ = example.inputs(0)
+    given, arriving = example.plan(axes_of(mesh)), {"image": layout("dp"), "label": layout("dp")}
+    _, plan = planned(example.make().set_train(), mesh, inputs, plan=given, arriving=arriving)
+    text = " ".join(explain_plan(make_report(plan, algorithm_of)).split())
+    assert "Declared cuts come before prices: of the batch over dp and of weights over tp." in text
+    moves = [(move, inner) for _, inner in plan.walk() for move in inner.redistributions]
+    weights = [move for move, inner in moves if move.value.id in {use.value.id for use in inner.graph.parameters}]
+    assert [move.source.cut_axes for move in weights] == [move.target.cut_axes for move in weights] == [{"tp"}] * 5

@@ -17,7 +17,8 @@ class Algorithm:
         text: what it does, for a reader of `explain()`.
         by_position: whether results depend on positions along the cut dim, whose parts are then contiguous.
         function: of a user's own algorithm, `function(operator, args, context)`: the results for a rank's parts of the
-            tensors. `operator` computes the plain one, and `context`, a `ShardContext`, has the collectives.
+            tensors. `operator` computes the plain one, and `context`, a `ShardContext`, has the collectives. In
+            eager calls it is free.
         gathers: whether ranks send elements of the tensor itself, so that its cut ends there as by a gather: what costs
             less is chosen.
     """
