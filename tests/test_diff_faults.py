@@ -141,10 +141,8 @@ def _stale_constant(monkeypatch):
 FAULTS = {
     "a kernel with a wrong factor": (TP, Planted(MLP, "silu", scaled(1.001)), ("value", MLP, "SiLU")),
     "one element wrong on one rank": (TP, Planted(MLP, "silu", at_one_place(1e-3), (1,)), ("value", MLP, "SiLU")),
-    "a kernel in half precision": (TP, Planted(CORE, "scores", coarse, (0,)), ("value", CORE, "Mul")),
-    "heads in the wrong order": (TP, Planted(CORE, "query_2", rolled(1), (1,)), ("value", CORE, "Transpose")),
-    "a softmax that isn't normalised": (TP, Planted(CORE, "weights", scaled(1.01)), ("value", CORE, "Softmax")),
-    "a dropped scale of scores": (TP, Planted(CORE, "scores", source="matmul"), ("value", CORE, "Mul")),
+    "a kernel in half precision": (TP, Planted(MLP, "silu", coarse, (0,)), ("value", MLP, "SiLU")),
+    "heads in the wrong order": (TP, Planted(CORE, "attention", rolled(1), (1,)), ("value", CORE, "Attention")),
     "a turned sign": (TP, Planted(ATTENTION, "neg", scaled(-1.0)), ("value", ATTENTION, "Neg")),
     "a dropped residual": (
         TP, Planted(LAYER, "add = add_op(hidden_states_2, mlp)", source="mlp"), ("value", LAYER, "Add"),

@@ -101,7 +101,7 @@ def test_levels_take_as_much_as_the_papers_formulas(dry_run):
 
 def test_pipeline_ranks_shard_their_stages(dry_run):
     """And tell what of their activations is recomputed and swapped."""
-    kept = 'recompute.select=["*.weights"]', "swap.op_swap={layers.*.mlp.SiLU: true}"
+    kept = 'recompute.select=["*.attention"]', "swap.op_swap={layers.*.mlp.SiLU: true}"
     sharded = "parallelism.zero_level=1", "parallelism.zero_threshold_kb=0"
     code, text, errors = dry_run("configs/llama_tiny_pp.yaml", *sharded, *kept)
     assert code == 0, errors
@@ -111,7 +111,7 @@ def test_pipeline_ranks_shard_their_stages(dry_run):
         r"^  stage \d:\n    recompute: 2 of \d+ instructions run again; .*kept for the backward", shown, re.M
     )
     assert re.search(
-        r"^      model.layers.[02]-[13].self_attn.core_attention: weights\n    swap: results of 2 instructions",
+        r"^      model.layers.[02]-[13].self_attn.core_attention: Attention\n    swap: results of 2 instructions",
         shown,
         re.M,
     )

@@ -61,16 +61,14 @@ def test_products_of_a_llama():
         ("lm_head", 24, 32),
     ):
         assert costs(plan, path) == [("Dense", 2 * TOKENS * inside * outside)]
-    products = [cost for operator, cost in costs(plan, CORE) if operator == "MatMulExt"]
-    assert products == [2 * (2 * 4) * 8 * 8 * 6] * 2
+    scores = 2 * 4 * 8 * 8
+    assert costs(plan, CORE)[0] == ("Attention", scores * (2 * 6 + 2 * 6 + 6))  # two products, and softmax
 
 
 def test_element_by_element():
     plan = llama(ONE)
     assert costs(plan, MLP) == [("SiLU", 4 * TOKENS * 40), ("Mul", TOKENS * 40)]
-    found = dict(costs(plan, CORE))
-    assert found["Softmax"] == 5 * (2 * 4 * 8 * 8)
-    assert found["Reshape"] == found["ExpandDims"] == 0
+    assert dict(costs(plan, CORE))["Reshape"] == 0
     assert costs(plan, "model.norm") == [
         *(("Square", TOKENS * 24), ("ReduceMean", TOKENS * 24), ("Add", TOKENS), ("Rsqrt", TOKENS)),
         *(("Mul", TOKENS * 24), ("Mul", TOKENS * 24)),

@@ -34,13 +34,13 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 CELLS = [
     (llama, {"full": True}),
     (llama, {"select": ["layers.*.self_attn", "layers.0.mlp"]}),
-    (llama, {"select": "*.core_attention"}),
+    (llama, {"select": "*.self_attn"}),
     (Net, {"full": [0, 2]}),
     (Half, {"full": True}),
 ]
 OPERATORS = [
-    (llama, {"select": ["*.softmax", "*.mlp.silu", "layers.0-1.*.*.Dense"]}),
-    (llama, {"full": True, "exclude": ["*.softmax", "layers.*.mlp.mul"]}),
+    (llama, {"select": ["*.attention", "*.mlp.silu", "layers.0-1.*.*.Dense"]}),
+    (llama, {"full": True, "exclude": ["*.attention", "layers.*.mlp.mul"]}),
     (Net, {"select": ["*.tanh", "*.split", "blocks.0-1.h", "*.mixed[0]"]}),
     (llama, {"budget": 0.5}),
     (Net, {"budget": 0.4, "exclude": "*.softmax"}),
@@ -74,7 +74,7 @@ def test_operators_in_a_graph_are_an_error():
 SETTINGS = [
     (llama, {"full": True}),
     (llama, {"select": ["*.Softmax", "*.silu"]}),
-    (llama, {"full": True, "exclude": ["*.core_attention.weights", "layers.2.mlp"]}),
+    (llama, {"full": True, "exclude": ["*.core_attention.Attention", "layers.2.mlp"]}),
     (llama, {"budget": 0.5}),
     (Net, {"select": ["*.Transpose", "*.tanh", "blocks.1.*[0-2]"]}),
     (Half, {"select": ["layers.*.*.half", "layers.1", ".Transpose"]}),

@@ -27,7 +27,7 @@ from mindformers_core.zero import hsdp, value_and_grad
 pytestmark = pytest.mark.usefixtures("one_rank")
 SETTINGS = [
     (llama, {"swap": True}),
-    (llama, {"op_swap": {"*.softmax": True, "layers.*.mlp": {"layers": [0], "backward_prefetch": 20}}}),
+    (llama, {"op_swap": {"*.attention": True, "layers.*.mlp": {"layers": [0], "backward_prefetch": 20}}}),
     (Net, {"op_swap": {"*.tanh": True, "*.Transpose": True, "*.dropout": True}, "default_prefetch": 2}),
     (Half, {"op_swap": {"**": True}}),
 ]
@@ -92,7 +92,7 @@ FORETOLD = [
     *((make, settings, {}) for make, settings in SETTINGS),
     *((llama, {"op_swap": {f"**.{pattern}": True}}, {}) for pattern in PATTERNS),
     (llama, {"op_swap": {"*.self_attn": True}}, {"full": [1], "exclude": "*.self_attn"}),
-    (llama, {"op_swap": {"*.core_attention.Transpose": True}}, {"select": ["*.weights", "*.mlp"]}),
+    (llama, {"op_swap": {"*.self_attn.value": True}}, {"select": ["*.attention", "*.mlp"]}),
     *((Half, {"op_swap": {f"layers.*.{name}": True}}, {}) for name in ("**.Cast", "**.Transpose", "0")),
     (Tied, {"op_swap": {"**": True}}, {}),
     (Tied, {"op_swap": {"*.ExpandDims": True, "*.norm": True}}, {}),

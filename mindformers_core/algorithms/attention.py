@@ -54,7 +54,7 @@ def attend_part(query, key, value, first, last, places, scale, blocks):
         total = (top - ops.log(largest)) * seen + (1.0 - seen) * LOWEST
         outputs.append(_by_tokens(_product(weights, _joined(values, 2)) * seen, stop - start, heads))
         sums.append(ops.reshape(total, (batch, heads, stop - start)))
-    return _joined(outputs, 1), _joined(sums, 2)
+    return ops.cat(outputs, 1), ops.cat(sums, 2)
 
 
 def attend_gradient(query, key, value, first, last, places, scale, blocks, sums, delta, gradient):
@@ -146,34 +146,55 @@ def _added(x, part, low, high):
     return ops.cat((x[:, :, :low], x[:, :, low:high] + part, x[:, :, high:]), 2)
 
 
+class _Attention(nn.Cell):
+    """`attend_part` of all keys with its gradient, for PyNative."""
+
+    def __init__(self, scale, blocks):
+        super().__init__(auto_prefix=False)
+        self.scale, self.blocks = scale, blocks
+
+    def construct(self, query, key, value, first, last, places):
+        output, sums = attend_part(query, key, value, first, last, places, self.scale, self.blocks)
+        return _cast(output, value.dtype), sums
+
+    def bprop(self, query, key, value, first, last, places, out, dout):
+        return _gradients(query, key, value, first, last, places, self.scale, self.blocks, out, dout)
+
+
 class _WithGradient(nn.Cell):
-    """The results of `attend_part` for all keys, with its gradient.
+    """The results of `attend_part` for all keys, with its gradient, for graphs.
 
     Results are arguments, and the Cell's have a dim more, since in a compiled function that PyNative differentiates a
-    `bprop` gets the results of the Cell's last call; in graphs no integers pass (see docs/mindspore.md).
+    `bprop` gets the results of the Cell's last call; no integers pass through it (see docs/mindspore.md).
     """
 
     def __init__(self, scale, blocks):
         super().__init__(auto_prefix=False)
         self.scale, self.blocks = scale, blocks
-        self.used_bprop_inputs = (0, 1, 2, 3, 4, 5, 6, 7, 9)  # all but the Cell's results
 
     def construct(self, query, key, value, first, last, places, output, sums):
         return ops.expand_dims(output, 0), ops.expand_dims(sums, 0)
 
     def bprop(self, query, key, value, first, last, places, output, sums, out, dout):
-        gradient, of_sums = dout[0][0], dout[1][0]
-        delta = _sum(_cast(output, sums.dtype) * _cast(gradient, sums.dtype), 3)
-        delta = ops.transpose(delta, (0, 2, 1)) - of_sums
-        of_query, of_key, of_value = attend_gradient(
-            query, key, value, first, last, places, self.scale, self.blocks, sums, delta, gradient
-        )
-        found = _cast(of_query, query.dtype), _cast(of_key, key.dtype), _cast(of_value, value.dtype)
-        others = ops.zeros_like(first), ops.zeros_like(last), ops.zeros_like(places)
-        return *found, *others, ops.zeros_like(output), ops.zeros_like(sums)
+        results, gradients = (output, sums), (dout[0][0], dout[1][0])
+        found = _gradients(query, key, value, first, last, places, self.scale, self.blocks, results, gradients)
+        return *found, ops.zeros_like(output), ops.zeros_like(sums)
 
 
-_with_gradient = cache(_WithGradient)
+_attention, _with_gradient = cache(_Attention), cache(_WithGradient)
+
+
+def _gradients(query, key, value, first, last, places, scale, blocks, results, gradients):
+    """Those of the first six arguments, for those of both results."""
+    output, sums = results
+    gradient, of_sums = gradients
+    delta = _sum(_cast(output, sums.dtype) * _cast(gradient, sums.dtype), 3)
+    delta = ops.transpose(delta, (0, 2, 1)) - of_sums
+    of_query, of_key, of_value = attend_gradient(
+        query, key, value, first, last, places, scale, blocks, sums, delta, gradient
+    )
+    found = _cast(of_query, query.dtype), _cast(of_key, key.dtype), _cast(of_value, value.dtype)
+    return *found, ops.zeros_like(first), ops.zeros_like(last), ops.zeros_like(places)
 
 
 def attend(
@@ -181,9 +202,9 @@ def attend(
 ):
     """The operator `Attention`, whose arguments its function for models describes."""
     blocks = _blocks(query.shape, key.shape, order, reach, exact)
-    ranges = first, last, places
-    if in_graph():
-        ranges = _cast(first, ms.float32), _cast(last, ms.float32), _cast(places, ms.float32)
+    if not in_graph():
+        return _attention(scale, blocks)(query, key, value, first, last, places)
+    ranges = _cast(first, ms.float32), _cast(last, ms.float32), _cast(places, ms.float32)
     free = ops.stop_gradient(query), ops.stop_gradient(key), ops.stop_gradient(value)
     output, sums = attend_part(*free, *ranges, scale, blocks)
     output = _cast(output, value.dtype)

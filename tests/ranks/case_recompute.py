@@ -183,7 +183,7 @@ def case_a_compiled_llama_has_the_same_bits():
     """tp 2 with sequence parallelism: what is around the recomputed Cells is in functions of its own."""
     steps = (
         llama_step(1, Parallel(True), compiled=True, **settings)[0]
-        for settings in ({}, {"select": ["*.core_attention", "layers.0.*.down_proj"]})
+        for settings in ({}, {"select": ["*.self_attn", "layers.0.*.down_proj"]})
     )
     assert equal(*steps)
 

@@ -89,9 +89,9 @@ class Layers(nn.Cell):
         """As `LlamaForCausalLM` does for its hidden states."""
         return {"x": layout(..., "tp", None) if config.sequence_parallel else None}, None, None
 
-    def construct(self, x, cosines, sines, mask):
+    def construct(self, x, cosines, sines, first, last, places):
         for layer in self.layers:
-            x = layer(x, cosines, sines, mask)
+            x = layer(x, cosines, sines, first, last, places, None, False)
         return x
 
 
@@ -100,7 +100,8 @@ def layers_input():
     random = np.random.default_rng(0)
     x, weights = random.normal(size=(2, BATCH, LENGTH, HIDDEN)).astype(np.float32)
     tables = [Tensor(random.normal(size=(LENGTH, 1, tiny().head_dim)).astype(np.float32)) for _ in range(2)]
-    return x, weights, (*tables, Tensor(np.zeros((LENGTH, LENGTH), np.float32)))
+    places = np.arange(LENGTH, dtype=np.int32)[None]  # all see all
+    return x, weights, (*tables, *map(Tensor, (places * 0, places * 0 + LENGTH, places)))
 
 
 @once
