@@ -62,7 +62,7 @@ def test_products_of_a_llama():
     ):
         assert costs(plan, path) == [("Dense", 2 * TOKENS * inside * outside)]
     scores = 2 * 4 * 8 * 8
-    assert costs(plan, CORE)[0] == ("Attention", scores * (2 * 6 + 2 * 6 + 6))  # two products, and softmax
+    assert costs(plan, CORE)[0] == ("Attention", scores * 2 * (6 + 6))
 
 
 def test_element_by_element():
@@ -147,7 +147,7 @@ def test_attention_and_convolutions():
     tensors = [query, key, key, *[None] * 7, 8]
     shapes = [(2, 8, 4, 8), (2, 8, 4, 8), (1,), (2, 4, 48)]
     scores = 2 * 8 * 4 * 10
-    whole = scores * (2 * 6 + 2 * 6 + 6)
+    whole = scores * 2 * (6 + 6)
     assert forward_seconds(place_of("FlashAttentionScore", tensors, shapes)) == whole
     assert forward_seconds(place_of("FlashAttentionScore", tensors, shapes, {"g": ("tp",)})) == whole // 2
     image, kernel = float_meta(3, 4, 9, 9), float_meta(6, 2, 3, 3)  # in 2 groups

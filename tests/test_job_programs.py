@@ -38,10 +38,13 @@ def alone(monkeypatch):
         (["swap.op_swap={'*.mpl': true}"], "swap.op_swap['*.mpl']: '*.mpl' matches no Cell or operator"),
         (["recompute.budget=0.01"], "recompute.budget: 0.01 is out of reach: with all computed again that may be, "),
         (
-            ["recompute.select=['*.softmax']", "swap.op_swap={layers.0.self_attn: true}"],
-            "model.layers.0.self_attn.core_attention.weights of the root Cell (LlamaForCausalLM) is recomputed and swa",
+            ["recompute.select=['*.attention']", "swap.op_swap={layers.0.self_attn: true}"],
+            "model.layers.0.self_attn.core_attention.Attention of the root Cell (LlamaForCausalLM) is recomputed and",
         ),
-        (["recompute.select=['*.softmax']", "context.mode=0"], "recompute.select: '*.softmax' selects operators, but"),
+        (
+            ["recompute.select=['*.attention']", "context.mode=0"],
+            "recompute.select: '*.attention' selects operators, but",
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )  # fmt: skip
@@ -67,7 +70,7 @@ def test_words_that_no_command_knows(words, capsys):
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["recompute.select=['*.softmax']", "swap.op_swap={layers.0.mlp.SiLU: true}"],
+        ["recompute.select=['*.attention']", "swap.op_swap={layers.0.mlp.SiLU: true}"],
         ["recompute.budget=0.6"],
         pytest.param(["context.mode=0", "recompute.full=true"], marks=pytest.mark.nightly),
     ],

@@ -174,8 +174,8 @@ class Counted(MsDispatchMode):
 
     @property
     def products(self):
-        """How many matmuls ran."""
-        return sum(count for name, count in self.counts.items() if "MatMul" in name or name == "Dense")
+        """How many products with weights ran; those of attention are others."""
+        return sum(count for name, count in self.counts.items() if name in ("Dense", "MatMul", "MatMulExt"))
 
 
 def backward_of(net, stage, deferred):

@@ -240,7 +240,7 @@ def case_a_recipes_stages_fail_alike_when_the_job_is_made():
     make = recipe_jobs(1)
     for overrides, message in (
         (["recompute.select=[layers.3.mlp, layers.0.self_atn]"], r"'layers.0.self_atn' matches .* mean 'self_attn'"),
-        (["recompute.select=['*.softmax']", "swap.op_swap={layers.0.self_attn: true}"], "is recomputed and swapped"),
+        (["recompute.select=['*.attention']", "swap.op_swap={layers.0.self_attn: true}"], "is recomputed and swapped"),
         (["recompute.budget=0.4", "recompute.exclude=[layers.0, layers.1]"],
             "0.4 is out of reach on stage 0: .* all stages is"),
         (["recompute.select=['*.SiLU']", "context.mode=0"], r"select: '\*.SiLU' matches no Cell of any stage"),

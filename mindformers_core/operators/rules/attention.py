@@ -17,9 +17,9 @@ _LAYOUTS = ("BSH", "BNSD", "SBH", "BSND", "TND")
 
 
 def attention_operations(sizes):
-    """Two products, a scale and a softmax, of all scores, whatever is masked."""
+    """Two products of all scores, whatever is masked, as formulas of MFU count."""
     scores = sizes.get("b", 1) * sizes["g"] * sizes["r"] * sizes["s"] * sizes["t"]
-    return scores * (2 * sizes["d"] + 2 * sizes["v"] + 1 + 5)
+    return scores * 2 * (sizes["d"] + sizes["v"])
 
 
 def _attention(args, heads, layout, masks=(), lengths=(), groups=None, **results):
