@@ -49,6 +49,7 @@ EXAMPLES = {
         target=Layout.on(MESH, (("tp", "dp"), ())),
     ),
     "shift_tp_by_minus_1": shift_step(MESH, ("tp",), -1, (4, 8), "float32"),
+    "shift_some_dp_tp_by_1": shift_step(MESH, ("dp", "tp"), 1, (4, 8), "float32", (0, 2)),
 }
 
 

@@ -104,7 +104,7 @@ def test_the_readmes_tokens_are_what_the_large_recipes_read(tmp_path, monkeypatc
     monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(AutoTokenizer=tokenizer))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
-    (tmp_path / "text.txt").write_text("parallel " * 1000)
+    (tmp_path / "text.txt").write_text("parallel " * 16_000)
     (snippet,) = [block for block in code_blocks(ROOT / "README.md", "python") if "llama3_tokens" in block]
     exec(snippet, {})
     for name in ("llama3_8b", "llama3_8b_128k", "llama3_70b"):

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import make_dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -241,8 +242,8 @@ class Plain(nn.Cell):
 def test_a_model_without_caches(trained):
     recipe = recipe_of(*mesh())
     keys = "parallelism", "training", "context", "model", "adapters"
-    other = SimpleNamespace(**{key: getattr(recipe, key) for key in keys})
-    other.spec, other.model_name = ModelSpec(Plain, type(recipe.model)), "mine:Plain"
+    theirs = {"spec": ModelSpec(Plain, type(recipe.model)), "model_name": "mine:Plain"}
+    other = make_dataclass("Other", [*keys, *theirs])(*(getattr(recipe, key) for key in keys), **theirs)
     with pytest.raises(ValueError, match=r"model.name: mine:Plain can't generate: Plain has no method add_caches"):
         make_generator(other, recipe_mesh(recipe), 0, 1, 4, 4, checkpoint_of(trained))
 
