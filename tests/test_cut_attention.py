@@ -2,10 +2,22 @@
 
 import numpy as np
 import pytest
+from mindspore import Tensor, nn
 from support.verified_calls import MESH, Sample, check_of, eager, numbers
 
+from mindformers_core.algorithms.shard_context import ShardContext
+from mindformers_core.capture.algorithm_graph import algorithm_of
+from mindformers_core.communication import count_collectives
+from mindformers_core.communication.simulated import SimulatedRanks
+from mindformers_core.communication.world import rank_of
 from mindformers_core.layout import Layout, layout
+from mindformers_core.mesh import DeviceMesh
+from mindformers_core.operators import tensor_meta
+from mindformers_core.operators.registry import algorithm_named
 from mindformers_core.program.plan import OperatorPlan
+from mindformers_core.propagation.algorithms import algorithm_steps, own_gradient_steps
+from mindformers_core.sharding.inspecting import prepare
+from mindformers_core.tensor_parallel import shard
 from mindformers_core.tensor_parallel.attention import attention
 
 PLACES = np.arange(4, dtype=np.int32)[None]
@@ -31,7 +43,7 @@ def attentions(check):
 @pytest.mark.parametrize(
     "algorithm, cut, found",
     [
-        ("gather", (1, 1), (None, ROWS, WHOLE)),
+        ("gather", (1, 1), ("attention_gather", ROWS, WHOLE)),
         ("ring", (1, 1), ("attention_ring", ROWS, ROWS)),
         ("all_to_all", (1, 1), (None, HEADS, HEADS)),
         ("auto", (2, 1), (None, HEADS, HEADS)),
@@ -47,3 +59,146 @@ def test_each_algorithm(algorithm, cut, found):
     (plan,) = attentions(check_of(sample))
     assert (plan.algorithm, *(each.dims for each in plan.inputs[:2])) == found
     eager(sample)
+
+
+def dense(query, key, value, first, last, places, scale, of_output, of_sums):
+    """Output, sums, and the gradients of query, key and value where those of output and sums are given, by NumPy."""
+    groups, copies = key.shape[2], query.shape[2] // key.shape[2]
+    whole_key, whole_value = (np.repeat(each, copies, 2) for each in (key, value))
+    scores = np.einsum("bshd,bthd->bhst", query, whole_key) * scale
+    seen = ((places[:, None] >= first[..., None]) & (places[:, None] < last[..., None]))[:, None]
+    weights = np.where(seen, np.exp(scores), 0)
+    total = weights.sum(-1, keepdims=True)
+    weights = weights / np.where(total, total, 1)
+    output, sums = np.einsum("bhst,bthd->bshd", weights, whole_value), np.log(np.where(total, total, 1))[..., 0]
+    delta = np.einsum("bshd,bshd->bhs", output, of_output) - of_sums
+    slopes = weights * (np.einsum("bshd,bthd->bhst", of_output, whole_value) - delta[..., None])
+    wide = np.einsum("bhst,bshd->bthd", slopes, query) * scale, np.einsum("bhst,bshd->bthd", weights, of_output)
+    grouped = [each.reshape(*each.shape[:2], groups, copies, -1).sum(3) for each in wide]
+    return output, sums, np.einsum("bhst,bthd->bshd", slopes, whole_key) * scale, *grouped
+
+
+def on_parts(algorithm, ranks, given, scale, known, of_output, of_sums):
+    """What an algorithm and its gradient give, of all ranks together; and the bytes that all ranks have sent."""
+    mesh, whole = DeviceMesh((ranks,), ("cp",)), algorithm == "attention_gather"
+    found = algorithm_named(algorithm)
+
+    def cut(array, rank, dim=1):
+        return Tensor(np.split(array, ranks, dim)[rank])
+
+    def work(rank):
+        context = ShardContext(mesh, ("cp",), (), (), rank)
+        keys = [Tensor(array) if whole else cut(array, rank) for array in (given[1], given[2], given[5])]
+        args = cut(given[0], rank), *keys[:2], cut(given[3], rank), cut(given[4], rank), keys[2], scale, *known
+        with count_collectives() as forward:
+            results = found.function(None, args, context)
+        with count_collectives() as backward:
+            slopes = found.gradient(args, results, (cut(of_output, rank), cut(of_sums, rank, 2)), context)
+        sent = [sum(nbytes for _, nbytes in counts.values()) for counts in (forward, backward)]
+        return [each.asnumpy() for each in (*results, *slopes)], sent
+
+    parts, sent = zip(*SimulatedRanks(ranks).run(work))
+    output, sums, of_query, of_key, of_value = zip(*parts)
+    join = [np.concatenate(output, 1), np.concatenate(sums, 2), np.concatenate(of_query, 1)]
+    keys = [sum(each) if whole else np.concatenate(each, 1) for each in (of_key, of_value)]
+    return [*join, *keys], np.sum(sent, 0)
+
+
+def masked(random, kind, length):
+    """First and last places of each query's keys, reach, and whether it is exact: by place."""
+    own = np.arange(length, dtype=np.int32)
+    if kind == "full":
+        return own * 0, own * 0 + length, (None, None), True
+    if kind == "window":
+        width = int(random.integers(1, length))
+        return np.maximum(own + 1 - width, 0), own + 1, (width - 1, 0), True
+    if kind == "prefix":
+        return own * 0, np.maximum(own + 1, random.integers(0, length)).astype(np.int32), (None, None), False
+    starts = np.flatnonzero(random.random(length) < 0.3)
+    first = np.array([max([0, *starts[starts <= place]]) for place in own], np.int32)
+    return (first if kind == "documents" else own * 0), own + 1, (None, 0), kind == "causal"
+
+
+@pytest.mark.parametrize("count", [12, pytest.param(200, marks=pytest.mark.nightly)])
+def test_any_mask_in_any_order(count):
+    """Outputs, sums, and the gradients of both, of either algorithm with a gradient of its own."""
+    random = np.random.default_rng(3)
+    for number in range(count):
+        ranks, each, groups = int(random.choice([2, 3, 4])), int(random.choice([1, 2])), int(random.choice([1, 2]))
+        length = ranks * each * int(random.integers(1, 4))
+        kind = random.choice(["causal", "full", "window", "prefix", "documents"])
+        first, last, reach, exact = masked(random, kind, length)
+        order = tuple(map(int, random.permutation(ranks * each)))
+        places = np.arange(length, dtype=np.int32).reshape(len(order), -1)[list(order)].reshape(-1)
+        given = [
+            random.normal(size=(2, length, *size)).astype(np.float32) for size in ((4, 3), (groups, 3), (groups, 2))
+        ]
+        given += [each[places][None].astype(np.int32) for each in (first, last)] + [places[None]]
+        slopes = [random.normal(size=size).astype(np.float32) for size in ((2, length, 4, 2), (2, 4, length))]
+        order = order if random.random() < 0.7 else None
+        algorithm = ("attention_ring", "attention_gather")[number % 2]
+        found, _ = on_parts(algorithm, ranks, given, 0.5, (order, reach, exact, "auto"), *slopes)
+        where = f"{number}: {algorithm}, {kind}, {ranks} ranks, {order}"
+        for one, other in zip(found, dense(*given, 0.5, *slopes), strict=True):
+            np.testing.assert_allclose(one, other, 1e-4, 2e-5, err_msg=where)
+
+
+@pytest.mark.parametrize(
+    "order, reach, share",
+    [((0, 1, 2, 3), (None, 0), 1 / 2), ((0, 7, 1, 6, 2, 5, 3, 4), (None, 0), 3 / 4), (None, (None, 0), 1)],
+)
+def test_rows_that_nobody_needs_are_not_sent(order, reach, share):
+    """Bytes forward are 2 b (s / P) h_kv e (P - 1) a rank of a whole ring; backward twice that; as is foretold."""
+    ranks, length, groups = 4, 16, 2
+    places = np.arange(length, dtype=np.int32)[None]
+    given = numbers(1, length, 4, 3), numbers(1, length, groups, 3), numbers(1, length, groups, 3)
+    slopes = numbers(1, length, 4, 3), numbers(1, 4, length)
+    known = order, reach, True, "ring"
+    _, sent = on_parts("attention_ring", ranks, (*given, places * 0, places + 1, places), 0.5, known, *slopes)
+    ring = 2 * (length // ranks) * (groups * 3) * 4 * (ranks - 1) * ranks
+    of_places = 0 if order else (length // ranks) * 4 * (ranks - 1) * ranks
+    assert list(sent) == [share * ring + of_places, 2 * share * ring + of_places]
+
+    def attend(query, key, value, where):
+        return attention(query, key, value, where * 0, where + 1, where, 0.5, *known)
+
+    (plan,) = planned(attend, DeviceMesh((ranks,), ("cp",)), *given, places)
+    steps = sum(step.forward[1] for step, _ in algorithm_steps(plan, algorithm_of)) * ranks
+    assert [steps, ranks * sum(step.forward[1] for step in own_gradient_steps(plan, algorithm_of))] == list(sent)
+
+
+class Called(nn.Cell):
+    """A function of four tensors."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def construct(self, query, key, value, where):
+        return self.function(query * 2, key * 2, value * 2, where)
+
+
+def planned(function, mesh, *arrays):
+    """The `OperatorPlan`s of attentions, where all arrays are cut along dim 1, and so is the result."""
+    cut = layout(None, mesh.axis_names[0], ...)
+    with rank_of(mesh.size, 0):
+        plan = {
+            "": {
+                "input": dict.fromkeys(("query", "key", "value", "where"), cut),
+                "output": [cut, layout(None, None, mesh.axis_names[0])],
+            }
+        }
+        cell = shard(Called(function).set_train(), mesh, plan=plan)
+        parts = [tensor_meta((x.shape[0], x.shape[1] // mesh.size, *x.shape[2:]), str(x.dtype)) for x in arrays]
+        found = prepare(cell, *parts).plan.instructions
+    return [each for each in found if isinstance(each, OperatorPlan) and each.node.operator == "Attention"]
+
+
+@pytest.mark.parametrize("copies, dims", [(1, HEADS), (2, HEADS), (4, ROWS), (8, ROWS)])
+def test_the_choice_is_the_cheaper_one(copies, dims):
+    """Heads are exchanged where ranks are more than h / h_kv + 1: anchors.md, C; here 4, against 2, 3, 5 and 9."""
+    mesh, length = DeviceMesh((4,), ("a",)), 4096
+    given = np.zeros((1, length, 4 * copies, 64), np.float32), *[np.zeros((1, length, 4, 64), np.float32)] * 2
+    places = np.arange(length, dtype=np.int32)[None]
+    (plan,) = planned(lambda *args: attention(*args[:3], args[3] * 0, args[3] + 1, args[3], 0.5), mesh, *given, places)
+    assert plan.inputs[0].dims == dims

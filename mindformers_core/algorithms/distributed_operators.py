@@ -13,7 +13,7 @@ import math
 from dataclasses import replace
 from functools import partial
 
-from mindspore import Tensor, dtype as mstype, ops
+from mindspore import Tensor, dtype as mstype, nn, ops
 
 from mindformers_core.algorithms.draws import DISTRIBUTIONS
 from mindformers_core.algorithms.halo import shifted, windows, windows_with_index
@@ -214,8 +214,37 @@ def run_locally(plan, tensors, operator, context):
         context: the `ShardContext`; not used without an algorithm.
 
     """
-    args, kwargs = tree_fill(plan.local_call, tensors, TENSORS)
     if plan.algorithm is None:
-        return operator(args, kwargs)
-    algorithm = algorithm_named(plan.algorithm).function or ALGORITHMS[plan.algorithm]
-    return algorithm(lambda *local: operator(local, kwargs), args, context)
+        return operator(*tree_fill(plan.local_call, tensors, TENSORS))
+    if algorithm_named(plan.algorithm).gradient is None:
+        return run_algorithm(plan, tensors, operator, context)
+    return _OwnGradient(plan, operator, context)(*tensors)
+
+
+def run_algorithm(plan, tensors, operator, context):
+    """As `run_locally`, of an `OperatorPlan` with an algorithm, whose gradient is that of what it calls."""
+    args, kwargs = tree_fill(plan.local_call, tensors, TENSORS)
+    function = algorithm_named(plan.algorithm).function or ALGORITHMS[plan.algorithm]
+    return function(lambda *local: operator(local, kwargs), args, context)
+
+
+def run_gradient(plan, tensors, results, gradients, context):
+    """The gradients of the floating tensors, in order, by the own gradient of an `OperatorPlan`'s algorithm."""
+    args, _ = tree_fill(plan.local_call, tensors, TENSORS)
+    return algorithm_named(plan.algorithm).gradient(args, results, gradients, context)
+
+
+class _OwnGradient(nn.Cell):
+    """An algorithm with its own gradient, in PyNative."""
+
+    def __init__(self, plan, operator, context):
+        super().__init__(auto_prefix=False)
+        self.plan, self.operator, self.context = plan, operator, context
+
+    def construct(self, *tensors):
+        return run_algorithm(self.plan, tensors, self.operator, self.context)
+
+    def bprop(self, *given):
+        *tensors, results, gradients = given
+        found = iter(run_gradient(self.plan, tensors, results, gradients, self.context))
+        return tuple(next(found) if each.is_floating_point() else ops.zeros_like(each) for each in tensors)

@@ -96,11 +96,18 @@ class ShardContext:
         dims[dim] = self.axes
         return self._made_whole(local, dims, {}, varying)
 
-    def shift(self, local, distance):
-        """The tensor of the rank whose part is `distance` before this one, in a ring."""
+    def shift(self, local, distance, givers=None):
+        """The tensor of the rank whose part is `distance` before this one, in a ring; zeros where that gives none.
+
+        Args:
+            local, distance: the tensor, and how far it goes.
+            givers: numbers of the parts whose ranks give theirs. Default: all.
+        """
         if distance % self.count == 0:
             return local
-        return self.run_step(local, shift_step(self.mesh, self.axes, distance, local.shape, dtype_name(local.dtype)))
+        givers = None if givers is None or len(givers) == self.count else tuple(givers)
+        known = self.mesh, self.axes, distance, local.shape, dtype_name(local.dtype), givers
+        return self.run_step(local, shift_step(*known))
 
     def _made_whole(self, local, dims, partial_ops, varying):
         whole = Layout.on(self.mesh, [()] * local.ndim, varying=self.axes if varying else ())

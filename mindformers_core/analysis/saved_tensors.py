@@ -12,7 +12,8 @@ from mindformers_core.analysis.forward_trace import ForwardTrace, LocalTensor, M
 from mindformers_core.analysis.views import gives_its_input, is_cast_to_its_dtype, viewed
 from mindformers_core.dtypes import ITEM_BYTES, wire_dtype
 from mindformers_core.grouping import grouped
-from mindformers_core.operators.registry import NO_GRADIENT, facts_of
+from mindformers_core.operators.registry import NO_GRADIENT, algorithm_named, facts_of
+from mindformers_core.operators.signature import is_float
 from mindformers_core.operators.views import contiguous_strides, reshaped
 from mindformers_core.program.environment import follow
 from mindformers_core.program.plan import CallPlan, Redistribution
@@ -197,6 +198,10 @@ class _TraceBuilder:
         self.trace.runs.append(run)
         return self.made(run, replace(tensor.value, dtype=dtype), tensor.shape, tensor.requires_grad)
 
+    def floating(self, key, tensor):
+        """A tensor as a Cell with a `bprop` takes it: integers as floating numbers."""
+        return tensor if is_float(tensor.value.dtype) else self.cast(key, tensor, "float32")
+
     def own_gradient(self, key, tensors, values, shapes, trained):
         """Results of a Cell with a `bprop`, for which inputs and results are saved."""
         needs = trained or any(tensor.requires_grad for tensor in tensors)
@@ -207,7 +212,10 @@ class _TraceBuilder:
         return made
 
     def distributed(self, key, plan, tensors):
-        """Results of a distributed algorithm, from its operators and redistributions."""
+        """Results of a distributed algorithm, from its operators and redistributions; or it has its own gradient."""
+        if algorithm_named(plan.algorithm).gradient is not None:
+            shapes = [layout.local_shape(value.shape) for value, layout in plan.produced]
+            return self.own_gradient(key, [self.floating(key, each) for each in tensors], plan.node.made, shapes, False)
 
         def part(node, steps, taken):
             if steps is not None:

@@ -14,16 +14,18 @@ class StepEntry:
         step: the `redistribution.Step`.
         gradient: whether a gradient flows back through it in training.
         recomputed: whether its forward operation runs again in the backward pass.
+        forward: whether it runs in the forward pass: else in the backward pass alone, as `recomputed`.
     """
 
     step: Step
     gradient: bool
     recomputed: bool = False
+    forward: bool = True
 
     @property
     def collectives(self):
         """`(direction, name, bytes)` of each collective, without local operations."""
-        ways = [("forward", self.step.forward)]
+        ways = [("forward", self.step.forward)] if self.forward else []
         ways += [("backward", self.step.backward)] if self.gradient else []
         ways += [("backward", self.step.forward)] if self.recomputed else []
         return tuple((way, name, count) for way, (name, count) in ways if name in COLLECTIVES)

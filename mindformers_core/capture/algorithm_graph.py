@@ -7,27 +7,27 @@ from dataclasses import replace
 
 from mindspore import nn
 
-from mindformers_core.algorithms.distributed_operators import run_locally
+from mindformers_core.algorithms.distributed_operators import run_algorithm, run_gradient
 from mindformers_core.algorithms.redistribute import meta_of
 from mindformers_core.algorithms.shard_context import shard_context
 from mindformers_core.capture.capture import capture
 from mindformers_core.operators import tensor_meta
-from mindformers_core.program.structure import tree_leaves, tree_map
+from mindformers_core.program.structure import Value, tree_fill, tree_leaves, tree_map
 from mindformers_core.propagation.operators import local_signature
 from mindformers_core.redistribution import plan_redistribution
 
 
-def algorithm_of(plan, rank=None):
+def algorithm_of(plan, rank=None, of_gradient=False):
     """Pair of an algorithm's `CellGraph` and, for each of its nodes, the `Step`s of a redistribution or None.
 
     Args:
         plan: an `OperatorPlan` that has an `algorithm`.
-        rank: see `algorithm_graph`. Default: the first one of the mesh.
+        rank, of_gradient: see `algorithm_graph`. Default: the first one of the mesh.
 
     Raises:
         CaptureError: the algorithm looks at values.
     """
-    graph = algorithm_graph(plan, plan.outputs[0].mesh.rank_list[0] if rank is None else rank)
+    graph = algorithm_graph(plan, plan.outputs[0].mesh.rank_list[0] if rank is None else rank, of_gradient)
     return graph, [redistribution_steps(plan, node) for node in graph.nodes]
 
 
@@ -41,7 +41,7 @@ def redistribution_steps(plan, node):
     return plan_redistribution(source, target, shape, value.dtype, plan.device_model).steps
 
 
-def algorithm_graph(plan, rank):
+def algorithm_graph(plan, rank, of_gradient=False):
     """The graph of a distributed algorithm, which replaces a sharded operator, on local shapes.
 
     Four kinds of nodes are special:
@@ -55,18 +55,24 @@ def algorithm_graph(plan, rank):
     Args:
         plan: the `OperatorPlan` of an operator that has an `algorithm`.
         rank: for which rank. Graphs of different ranks differ in constants only.
+        of_gradient: whether the graph is that of the algorithm's own gradient.
 
     Returns:
         A `CellGraph`. Its arguments are the operator's tensors, in the order of `node.taken`; its result has the
-        structure of `node.outputs`.
+        structure of `node.outputs`. Of a gradient the arguments are these, the results, and their gradients; its
+        results are the gradients of the floating tensors, in order.
 
     Raises:
         CaptureError: the algorithm looks at values.
     """
     metas = [tensor_meta(layout.local_shape(value.shape), value.dtype) for value, layout in plan.consumed]
-    graph = capture(_Algorithm(plan, shard_context(plan, rank)), *metas)
-    found = [value.shape for value in tree_leaves(graph.result)]
     expected = plan.local_shapes
+    if of_gradient:
+        made = [tensor_meta(shape, value.dtype) for shape, value in zip(expected, plan.node.made)]
+        expected = [meta.shape for meta in metas if meta.differentiable]
+        metas += [*made, *made]
+    graph = capture(_Algorithm(plan, shard_context(plan, rank), of_gradient), *metas)
+    found = [value.shape for value in tree_leaves(graph.result)]
     assert found == expected, f"algorithm '{plan.algorithm}' of {plan.node.operator} gives {found}, not {expected}"
     return graph
 
@@ -80,14 +86,19 @@ def called_node(node, args):
 class _Algorithm(nn.Cell):
     """An algorithm as a Cell of the operator's local tensors, to be captured."""
 
-    def __init__(self, plan, cut):
+    def __init__(self, plan, cut, of_gradient):
         super().__init__()
-        self.plan, self.cut = plan, cut
+        self.plan, self.cut, self.of_gradient = plan, cut, of_gradient
 
     def construct(self, *tensors):
         self.recorder = recorder = tensors[0].recorder
         cut = replace(self.cut, redistribute=self._move, run_step=self._step, next_random_state=recorder.random_state)
-        return run_locally(self.plan, tensors, self._operator, cut)
+        if not self.of_gradient:
+            return run_algorithm(self.plan, tensors, self._operator, cut)
+        count, each = len(tensors) - 2 * len(self.plan.outputs), len(self.plan.outputs)
+        made = tensors[count : count + each], tensors[count + each :]
+        made = (tree_fill(self.plan.node.outputs, values, Value) for values in made)
+        return run_gradient(self.plan, tensors[:count], *made, cut)
 
     def _move(self, local, source, target):
         """As `redistribute_local`, recorded as a node."""

@@ -32,6 +32,8 @@ class CpuCollective(raw.RawCollective):
         self.op = arguments[-1]  # of a reduction
         self.combine = _COMBINE.get(self.op)
         self.empty = Tensor(-0.0, mstype.float32)
+        origin = arguments[1][self.index] if kind == "permute" else 0
+        self.row = self.size if origin is None else origin  # of what this place gets, behind which are zeros
 
     def eager(self, x):
         return getattr(self, f"eager_{self.kind}")(x, *self.arguments)
@@ -70,10 +72,18 @@ class CpuCollective(raw.RawCollective):
         return ops.cat(self._exchange({place: chunk(x, place, self.size, to_dim) for place in range(self.size)}), dim)
 
     def permute(self, x, destinations, origins):
-        return ops.reshape(chunk(self.all_gather(ops.unsqueeze(x, 0), 0), origins[self.index], self.size, 0), x.shape)
+        found = self.all_gather(ops.unsqueeze(x, 0), 0)
+        if not self.has_idle:
+            return ops.reshape(chunk(found, origins[self.index], self.size, 0), x.shape)
+        found = ops.cat((found, ops.unsqueeze(_ZEROS_LIKE(x), 0)), 0)  # a product with 0 would drop the collective
+        return ops.reshape(chunk(found, self.row, self.size + 1, 0), x.shape)
 
     def eager_permute(self, x, destinations, origins):
-        return self._exchange({destinations[self.index]: x}, [origins[self.index]])[0]
+        to, origin = destinations[self.index], origins[self.index]
+        parts = {self.index if to is None else to: x}
+        parts |= {self.index: x} if origin is None else {}
+        found = self._exchange(parts, [self.index if origin is None else origin])[0]
+        return _ZEROS_LIKE(x) if origin is None else found
 
     def _exchange(self, parts, origins=None):
         """Give `parts[place]` to each place, the nearest first; a list of what the places `origins`, or all, give."""

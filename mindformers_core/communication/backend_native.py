@@ -23,6 +23,10 @@ class NativeCollective(raw.RawCollective):
         super().__init__(group, kind, *arguments)
         self.places = group.places
         self.parts = tuple(group.ranks.index(rank) for rank in sorted(group.ranks))  # the inverse of `places`
+        self.whole_ring = arguments  # in a graph, which is alike on all ranks, idle places send as well
+        if self.has_idle:
+            distance = next(to - place for place, to in enumerate(arguments[0]) if to is not None)
+            self.whole_ring = ring(group.size, distance)
         self.by_messages = kind == "permute" or kind == "all_to_all" and world().device_target != "Ascend"
         if kind in ("all_reduce", "reduce_scatter"):
             make = ops.AllReduce if kind == "all_reduce" else ops.ReduceScatter
@@ -64,21 +68,29 @@ class NativeCollective(raw.RawCollective):
         return ops.cat(received, dim)
 
     def permute(self, x, destinations, origins):
-        to, origin = self.places[destinations[self.index]], self.places[origins[self.index]]
-        return self._exchange((x,), [to], [origin])[0]
+        to, origin = self.whole_ring[0][self.index], self.whole_ring[1][self.index]
+        found = self._exchange((x,), [self.places[to]], [self.places[origin]])[0]
+        if not self.has_idle:
+            return found
+        both = ops.cat((ops.unsqueeze(found, 0), ops.unsqueeze(ops.zeros_like(x), 0)), 0)  # see the backend of CPU
+        return ops.reshape(chunk(both, 1 if origins[self.index] is None else 0, 2, 0), x.shape)
 
     def eager_permute(self, x, destinations, origins):
-        """By messages: in each cycle of places every second one sends before it receives."""
-        cycle = [self.index]
-        while destinations[cycle[-1]] != self.index:
-            cycle.append(destinations[cycle[-1]])
-        if len(cycle) == 1:
+        """By messages: of each cycle or chain of places every second one sends before it receives."""
+        to, origin, name = destinations[self.index], origins[self.index], self.group.name
+        if to == self.index:
             return x
-        name, to, origin = self.group.name, self.places[cycle[1]], self.places[origins[self.index]]
-        receives_first = -cycle.index(min(cycle)) % len(cycle) % 2
-        received = receive_tensor(x.shape, x.dtype, origin, name) if receives_first else None
-        send_tensor(x, to, name)
-        return received if receives_first else receive_tensor(x.shape, x.dtype, origin, name)
+        chain = [self.index]
+        while origins[chain[-1]] not in (None, self.index):
+            chain.append(origins[chain[-1]])
+        number = len(chain) - 1 if origins[chain[-1]] is None else chain.index(min(chain))
+        receives_first = number % 2 and origin is not None
+        received = receive_tensor(x.shape, x.dtype, self.places[origin], name) if receives_first else None
+        if to is not None:
+            send_tensor(x, self.places[to], name)
+        if received is not None:
+            return received
+        return ops.zeros_like(x) if origin is None else receive_tensor(x.shape, x.dtype, self.places[origin], name)
 
     def _exchange(self, parts, to, origins):
         """The parts, all of one shape and dtype, of the places `origins` of the process group; `parts` go to `to`."""

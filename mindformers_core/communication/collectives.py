@@ -178,3 +178,4 @@ def _routes(mesh, group, source, target):
 
 # Kind of step -> function of mesh, group and attributes that gives its operation's arguments, where these are others.
 ARGUMENTS = {"permute": _routes, "shift": lambda mesh, group, distance: ring(group.size, distance)}
+ARGUMENTS["shift_some"] = lambda mesh, group, distance, givers: ring(group.size, distance, givers)

@@ -36,14 +36,17 @@ class RawCollective(nn.Cell):
         super().__init__(auto_prefix=False)
         self.group, self.size, self.index = group, group.size, group.index
         self.kind, self.arguments = kind, arguments
+        self.sends, self.has_idle = True, False  # whether this place sends, and whether any doesn't
         if kind == "permute":  # its tables of all places are too long to show
-            arguments = [f"by {arguments[0][0]}"] * (arguments == ring(self.size, arguments[0][0]))
+            self.sends, self.has_idle = arguments[0][self.index] is not None, None in arguments[0]
+            is_ring = self.has_idle or arguments == ring(self.size, arguments[0][0])
+            arguments = [f"to {arguments[0]}" if self.has_idle else f"by {arguments[0][0]}"] * is_ring
         self.options = ", ".join(map(str, arguments))  # what all ranks have to agree on
         self.forward_places = None  # of the collective of a gradient: a deque, see `Recorder.issue`
 
     def __call__(self, x):
         if process_state().counters:
-            whole = prod(x.shape) * x.itemsize * (self.size if self.kind == "all_gather" else 1)
+            whole = prod(x.shape) * x.itemsize * (self.size if self.kind == "all_gather" else self.sends)
             record(self.kind, self.group.axes, wire_bytes(self.kind, self.size, whole))
         return self.uncounted(x)
 
@@ -99,5 +102,8 @@ class RawCollective(nn.Cell):
         return ops.cat((chunk(x, self.index, self.size, to_dim),) * self.size, dim)
 
     def permute(self, x, destinations, origins):
-        """The tensor of another place: place i sends to place `destinations[i]`, and receives from `origins[i]`."""
+        """The tensor of another place: place i sends to place `destinations[i]`, and receives from `origins[i]`.
+
+        None for a place that sends nothing, or that receives nothing, which gets zeros.
+        """
         return x

@@ -15,7 +15,7 @@ from mindformers_core.operators.registry import facts_of
 from mindformers_core.program.activation_policy import ExplainedActivations
 from mindformers_core.program.plan import OperatorPlan, Redistribution, by_call
 from mindformers_core.program.structure import tree_leaves
-from mindformers_core.propagation.algorithms import algorithm_steps
+from mindformers_core.propagation.algorithms import algorithm_steps, own_gradient_steps
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ def _row(entry, plan, names, algorithm, notes, known):
     inputs, results = (
         tuple(_tensor(value, layout, names) for value, layout in pairs) for pairs in (entry.consumed, entry.produced)
     )
-    note, report, sent = notes.get(()), None, ()
+    note, report, sent, own = notes.get(()), None, (), ()
     if isinstance(entry, Redistribution):
         sent = ((step, entry.gradient) for step in entry.steps)
     elif entry.plan is not None:
@@ -225,5 +225,7 @@ def _row(entry, plan, names, algorithm, notes, known):
     elif isinstance(entry, OperatorPlan) and entry.algorithm is not None:
         flows = any(value.id in plan.gradients for value, _ in entry.produced)
         sent = ((step, gradient and flows) for step, gradient in algorithm_steps(entry, algorithm))
-    steps = tuple(StepEntry(step, gradient, note is not None and note.sends) for step, gradient in sent)
-    return Row(entry, inputs, results, steps, note, report)
+        own = own_gradient_steps(entry, algorithm) if flows else ()
+    steps = [StepEntry(step, gradient, note is not None and note.sends) for step, gradient in sent]
+    steps += [StepEntry(step, False, True, False) for step in own]
+    return Row(entry, inputs, results, tuple(steps), note, report)

@@ -65,6 +65,8 @@ def step_shown(entry):
     else:
         text = STEP_KINDS[step.kind].text or LOCAL_OPERATIONS[name]
         forward = f"{' '.join([text, *step.words(('dim', 'to_dim'))])} {over}"
+    if not entry.forward:
+        return "of the gradient", forward
     backward = "no gradient"
     if entry.gradient:
         back, sent = step.backward

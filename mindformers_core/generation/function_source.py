@@ -9,8 +9,11 @@ from itertools import repeat
 from mindformers_core.capture.algorithm_graph import algorithm_of
 from mindformers_core.communication.world import world
 from mindformers_core.dtypes import wire_dtype
+from mindformers_core.generation.own_gradient import own_gradient_lines
 from mindformers_core.lowering.operator_source import NamedTensor, literal
 from mindformers_core.operators import facts_of
+from mindformers_core.operators.registry import algorithm_named
+from mindformers_core.operators.signature import is_float
 from mindformers_core.program.deferral import NOTHING_DEFERRED, PRODUCTS
 from mindformers_core.program.environment import follow
 from mindformers_core.program.naming import Names, assigned_names, snake_case
@@ -57,6 +60,7 @@ class _FunctionWriter:
         self.deferral = module.deferrals.get(plan, NOTHING_DEFERRED)
         self.places = {id(node): place for place, node in enumerate(plan.graph.nodes)}
         self.keeper = None  # of the instruction that is written now
+        self.number = 0  # of collectives: see `collective_source`
 
     def lines(self, name):
         """The lines of `def name(self, …)`."""
@@ -117,7 +121,8 @@ class _FunctionWriter:
         for value, part in _parts(structure, expression):
             self.variables[value.id, self.plan.layouts[value.id]] = part
 
-    def _variable(self, hint):
+    def variable(self, hint):
+        """A free name for a variable."""
         variable = self.names.variable(hint)
         self.module.variables.add(variable)
         return variable
@@ -127,7 +132,7 @@ class _FunctionWriter:
         takes = self.plan.takes_weights
         expression = passed_parameter(self.plan, use) if takes else self.module.parameter(self.plan, use)
         if (use.value.id, self.plan.layouts[use.value.id]) in self.deferral.waiting:
-            expression = self._assign(use.value.hint, self.module.stop_gradient(expression))
+            expression = self.assign(use.value.hint, self.module.stop_gradient(expression))
         self._enter(use.value, expression)
 
     def _taken(self, value, layout, is_deferred=True):
@@ -137,7 +142,7 @@ class _FunctionWriter:
             return self.variables[variable]
         if variable not in self.detached:
             expression = self.module.stop_gradient(self.variables[variable])
-            self.detached[variable] = self._assign(f"{value.hint}_cut", expression)
+            self.detached[variable] = self.assign(f"{value.hint}_cut", expression)
         return self.detached[variable]
 
     def _structure(self, structure, variables):
@@ -154,8 +159,9 @@ class _FunctionWriter:
 
         return structure_text(structure, leaf_source)
 
-    def _assign(self, hint, expression, communicates=False):
-        variable = self._variable(hint)
+    def assign(self, hint, expression, communicates=False):
+        """The new variable that holds an expression."""
+        variable = self.variable(hint)
         self.body.append(f"{variable} = {self._kept(expression, communicates)}")
         return variable
 
@@ -198,12 +204,12 @@ class _FunctionWriter:
             self.module.imports |= {"import mindspore as ms", "from mindspore import ops"}
             expression = f"ops.cast({source}, ms.{wire_dtype(dtype)})"
         for step in steps:
-            expression = f"{self.module.collective(step)}({expression})"
+            expression = f"{self.module.collective(step, self.number)}({expression})"
         if wire_dtype(dtype) != dtype:
             expression = f"ops.cast({expression}, ms.bool_)"
         *_, after = (hint for step in steps if (hint := STEP_KINDS[step.kind].hint))  # a view is around other steps
         stem = source.rpartition(".")[2].partition("[")[0]
-        variable = self._assign(f"{stem}_{after}", expression, communicates=True)
+        variable = self.assign(f"{stem}_{after}", expression, communicates=True)
         self.body[-1] += f"  # {comment}"
         self.sites.append((len(self.body) - 1, self.place))
         return variable
@@ -221,10 +227,10 @@ class _FunctionWriter:
             self.body.append(expression)
             return []
         if isinstance(outputs, (tuple, list)) and all(isinstance(entry, Value) for entry in outputs):
-            variables = [self._variable(next(hints)) for _ in outputs]
+            variables = [self.variable(next(hints)) for _ in outputs]
             self.body.append(f"{', '.join(variables)}{',' * (len(variables) == 1)} = {self._kept(expression)}")
             return variables
-        variable = self._assign(next(hints) if isinstance(outputs, Value) else "results", expression)
+        variable = self.assign(next(hints) if isinstance(outputs, Value) else "results", expression)
         return [part for _, part in _parts(outputs, variable)]
 
     def _call(self, call):
@@ -270,8 +276,18 @@ class _FunctionWriter:
 
     def _algorithm(self, plan, taken, hint):
         """The operators and collectives of a distributed algorithm, in the operator's place."""
+        comment = f"{plan.node.operator} over {', '.join(plan.cut_axes) or 'all parts'}: {plan.algorithm}"
+        self.body.append(f"# {comment}")
+        if algorithm_named(plan.algorithm).gradient is None:
+            return self.algorithm_parts(plan, taken, hint)
+        self.module.imports |= {"import mindspore as ms", "from mindspore import nn, ops"}
+        writer = _FunctionWriter(self.plan, self.module)
+        cell = self.module.own_gradient(plan.algorithm, own_gradient_lines(plan, comment, writer))
+        return self._with_own_gradient(plan, cell, taken, hint)
+
+    def algorithm_parts(self, plan, taken, hint, **known):
+        """The expressions that hold the results of an algorithm, or of its gradient (`of_gradient=True`)."""
         keeper = self.keeper
-        self.body.append(f"# {plan.node.operator} over {', '.join(plan.cut_axes) or 'all parts'}: {plan.algorithm}")
 
         def part(node, steps, taken):
             if steps is not None:
@@ -285,7 +301,22 @@ class _FunctionWriter:
             return made
 
         captured = partial(algorithm_of, rank=world().rank)
-        return through_algorithm(plan, captured, taken, lambda use: self.module.constant(self.plan, use), part)
+        constant = partial(self.module.constant, self.plan)
+        return through_algorithm(plan, captured, taken, constant, part, **known)
+
+    def _with_own_gradient(self, plan, cell, taken, hint):
+        """The expressions that hold an algorithm's results, which have the gradient of a Cell: `own_gradient_lines`."""
+        self.keeper = None
+        floating = [is_float(value.dtype) for value, _ in plan.consumed]
+        free = [
+            self.assign(name.rpartition(".")[2], f"ops.stop_gradient({name})") if own else name
+            for name, own in zip(taken, floating)
+        ]
+        results = self.algorithm_parts(plan, free, hint)
+        passed = [name if own else f"ops.cast({name}, ms.float32)" for name, own in zip(taken, floating)]
+        names = [self.variable(hint) for _ in results]
+        self.body.append(f"{', '.join(names)}{',' * (len(names) == 1)} = {cell}({', '.join([*passed, *results])})")
+        return [self.assign(hint, f"ops.reshape({name}, {shape})") for name, shape in zip(names, plan.local_shapes)]
 
 
 def _parts(structure, expression):

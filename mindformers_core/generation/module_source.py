@@ -113,6 +113,7 @@ class ModuleWriter:
         plans, names = _distinct(plan), set(options.taken)
         self.deferrals = deferrals(plans) if options.defer_weights else {}
         self._collectives, self._instances, self._separate = {}, {}, options.separate_collectives
+        self._classes = {}  # lines of a class -> its name
         self.functions = {each: _unique(f"parallel_{snake_case(_class_name(each))}", names) for each in plans}
         passed = [WEIGHTS] if any(each.takes_weights for each in plans) else []
         passed += [PRODUCTS] if options.defer_weights else []
@@ -126,6 +127,8 @@ class ModuleWriter:
             del used[1]
         lines = ['"""' + header[0], *header[1:], '"""', "", *sorted(self.imports)]
         lines += [*(f"from mindformers_core.{each}" for each in used), ""]
+        for body, name in self._classes.items():
+            lines += ["", f"class {name}(nn.Cell):", *(f"    {line}".rstrip() for line in body), ""]
         lines += [f"mesh = DeviceMesh({mesh.shape}, {mesh.axis_names}{ranks})", "collectives = communicator(mesh)"]
         lines += [f"{name} = {text}" for text, name in (self._collectives | self._instances).items()]
         if self.constants:
@@ -204,10 +207,17 @@ class ModuleWriter:
         self.constants[name] = constant
         return name
 
-    def collective(self, step):
-        """Name of the object that carries out a step."""
-        text = collective_source(step, len(self._collectives) if self._separate else 0)
+    def collective(self, step, number=0):
+        """Name of the object that carries out a step; `number`: see `collective_source`."""
+        text = collective_source(step, len(self._collectives) if self._separate else number)
         return self._object(self._collectives, collective_name(step), text)
+
+    def own_gradient(self, algorithm, lines):
+        """Name of the object of a Cell with these lines, for an algorithm with its own gradient."""
+        if tuple(lines) not in self._classes:
+            self._classes[tuple(lines)] = self._global("".join(map(str.capitalize, f"{algorithm}_gradient".split("_"))))
+        number = str(len(self._instances)) if self._separate else ""
+        return self._object(self._instances, f"{algorithm}_gradient", f"{self._classes[tuple(lines)]}({number})")
 
     def operator_call(self, node, args, kwargs):
         """An operator call as source; `NamedTensor`s stand for tensors."""

@@ -60,15 +60,19 @@ class CoreAttention(nn.Cell):
 
     Args:
         config: a `LlamaConfig`.
+
+    Attributes:
+        algorithm: where sequences are cut, see `attention`.
     """
 
     def __init__(self, config):
         super().__init__()
-        self.scale = config.head_dim**-0.5
+        self.scale, self.algorithm = config.head_dim**-0.5, "auto"
 
     def construct(self, query, key, value, first, last, places, order, exact):
         batch, length, heads, head_dim = query.shape
-        mixed, _ = attention(query, key, value, first, last, places, self.scale, order, (None, 0), exact)
+        known = self.scale, order, (None, 0), exact, self.algorithm
+        mixed, _ = attention(query, key, value, first, last, places, *known)
         return ops.reshape(mixed, (batch, length, heads * head_dim))
 
 

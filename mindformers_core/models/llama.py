@@ -92,7 +92,7 @@ class LlamaModel(nn.Cell):
     Attributes:
         is_first: whether the input is ids. The last stage has `embed_tokens`, too, if the output layer is tied.
         cache_length: number of slots of the layers' caches, where the model generates; else 0.
-        order, algorithm: see `share_sequences` of `LlamaForCausalLM`.
+        order: see `share_sequences` of `LlamaForCausalLM`.
     """
 
     def __init__(self, config, layer_spec=LLAMA_LAYER, layers=None):
@@ -102,7 +102,7 @@ class LlamaModel(nn.Cell):
         dtype = getattr(ms, config.dtype)
         self.layer_offset, self.is_first = part.offset, part.is_first
         self.embed_tokens, self.norm, self.cache_length = None, None, 0
-        self.order, self.algorithm = (0,), "auto"
+        self.order = (0,)
         if self.is_first or (part.is_last and config.tie_word_embeddings):
             weight_init = Normal(config.initializer_range)
             self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, weight_init, dtype)
@@ -166,7 +166,9 @@ class LlamaForCausalLM(nn.Cell):
     def share_sequences(self, order, algorithm):
         """Say how ranks share every sequence: the order in which its equal chunks lie, labels and positions as well,
         unless `places` say it, see `static_order`; and the algorithm of attention, see `attention`."""
-        self.model.order, self.model.algorithm = order, algorithm
+        self.model.order = order
+        for layer in self.model.layers.values():
+            layer.self_attn.core_attention.algorithm = algorithm
 
     def add_caches(self, batch, length):
         """Give every layer a `KeyValueCache` of `length` slots for `batch` rows."""

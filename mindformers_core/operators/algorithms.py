@@ -19,6 +19,9 @@ class Algorithm:
         function: of a user's own algorithm, `function(operator, args, context)`: the results for a rank's parts of the
             tensors. `operator` computes the plain one, and `context`, a `ShardContext`, has the collectives. In
             eager calls it is free.
+        gradient: where it isn't that of the operators and redistributions of `function`: `gradient(args, results,
+            gradients, context)`, in order the gradients of the floating tensors among `args`. The backward pass then
+            keeps the algorithm's inputs and results alone.
         gathers: whether ranks send elements of the tensor itself, so that its cut ends there as by a gather: what costs
             less is chosen.
     """
@@ -27,6 +30,7 @@ class Algorithm:
     text: str
     by_position: bool = True
     function: Callable | None = None
+    gradient: Callable | None = None
     gathers: bool = False
 
 

@@ -155,7 +155,11 @@ def resolved(call, choice, limit=None):
     found = Resolution(choice, inputs, outputs, chosen_algorithm(call.name, signature, choice.axes_of), price, price)
     name, axes = found.algorithm
     ended = axes if name is not None and algorithm_named(name).gathers else ()
-    given_up = sum(_given_up(kept, layout, ended) for kept, layout in zip(call.kept, inputs))
+    firm = [layout for index, layout in enumerate(inputs) if index not in signature.yielding]
+    given_up = 0
+    for index, (kept, layout) in enumerate(zip(call.kept, inputs)):
+        yields = kept and index in signature.yielding
+        given_up += _given_up(kept.difference(*(each.cut_axes for each in firm)) if yields else kept, layout, ended)
     dtypes = (*(meta.dtype for meta in call.metas), *call.dtypes)
     seconds = computation_seconds(call.name, signature, call.mesh, choice.axes_of, dtypes, call.device_model)
     own = Price(given_up, 0.0, seconds * (1 + BACKWARD_WORK * trained))

@@ -21,7 +21,7 @@ from mindformers_core.grouping import grouped
 from mindformers_core.layout import Layout
 from mindformers_core.program.free_variables import lambda_lift
 from mindformers_core.program.structure import tree_leaves
-from mindformers_core.propagation.algorithms import algorithm_steps
+from mindformers_core.propagation.algorithms import algorithm_steps, own_gradient_steps
 from mindformers_core.propagation.boundaries import Declaration
 from mindformers_core.propagation.decide import decide_plan, gradient_flow
 from mindformers_core.propagation.insertion import insert_redistributions
@@ -180,10 +180,14 @@ class Propagation:
         if self.algorithm is None:
             return FREE
         plan = operator_plan(node, call, found)
-        steps = _once(
-            self._algorithms, (id(node), found.choice, found.inputs), lambda: algorithm_steps(plan, self.algorithm)
+        steps, own = _once(
+            self._algorithms,
+            (id(node), found.choice, found.inputs),
+            lambda: tuple(steps_of(plan, self.algorithm) for steps_of in (algorithm_steps, own_gradient_steps)),
         )
-        return steps_price([(step, gradient and bool(call.trained)) for step, gradient in steps], self.device_model)
+        trained = bool(call.trained)
+        ways = [(step, gradient and trained) for step, gradient in steps] + [(step, False) for step in own * trained]
+        return steps_price(ways, self.device_model)
 
     def place(self, decision, passed, lifted):
         """The `CellPlan` of a call, shared by identical calls; see `insert_redistributions`."""

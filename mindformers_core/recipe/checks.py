@@ -40,11 +40,6 @@ def recipe_device_model(recipe):
 def _check_available(recipe):
     sizes = recipe.parallelism
     recipe_device_model(recipe)
-    if sizes.context_parallel_algorithm in ("ring", "all_to_all"):
-        raise ValueError(
-            f"parallelism.context_parallel_algorithm: {sizes.context_parallel_algorithm} is not available yet in "
-            "recipes: use auto or gather"
-        )
     if sizes.data_parallel_shard < 1 and sizes.data_parallel_shard != -1:
         raise ValueError(f"parallelism.data_parallel_shard: {sizes.data_parallel_shard} is neither -1 nor at least 1")
     if recipe.context.mode == 0 and recipe.context.engine == "eager":

@@ -23,7 +23,7 @@ def exchange(kind, tensors, *arguments):
         kind: `all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all` or `permute`.
         tensors: the inputs, NumPy arrays.
         arguments: `op`; `dim`; `dim, op`; `dim, to_dim`; `destinations, origins`, for every place of the group the
-            place that its tensor goes to, and the one that its result comes from.
+            place that its tensor goes to, and the one that its result comes from; None: none, and zeros.
 
     Returns:
         The list of results.
@@ -41,7 +41,9 @@ _EXCHANGES = {
     "all_gather": lambda tensors, dim: [np.concatenate(tensors, dim)] * len(tensors),
     "reduce_scatter": lambda tensors, dim, op: np.split(reduce_arrays(tensors, op), len(tensors), dim),
     "all_to_all": _all_to_all,
-    "permute": lambda tensors, _, origins: [tensors[origin] for origin in origins],
+    "permute": lambda tensors, _, origins: [
+        np.zeros_like(tensors[0]) if origin is None else tensors[origin] for origin in origins
+    ],
 }
 
 

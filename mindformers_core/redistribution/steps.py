@@ -73,6 +73,7 @@ STEP_KINDS = {
     # strided ones; and a ring, which distributed algorithms ask for
     "view": StepKind("", "", "view", "view", ("local_shape", "output_shape")),
     "shift": StepKind("", "", "permute", "permute", ("distance",), hint="shifted"),
+    "shift_some": StepKind("", "", "permute", "permute", ("distance", "givers"), hint="shifted"),
 }
 
 # Of each collective: how often a rank sends in turn, and how many n-ths of the *larger* of its input and output leave a
@@ -135,6 +136,7 @@ class Step:
         itemsize: bytes of one element that is sent.
         to_shape: shape of the global tensor after a view; None for others, which keep it.
         distance: by how many places of the group a shift moves tensors; None for others.
+        givers: the places of the group whose tensors a `shift_some` moves; None for others.
     """
 
     kind: str
@@ -148,6 +150,7 @@ class Step:
     itemsize: int
     to_shape: tuple | None = None
     distance: int | None = None
+    givers: tuple | None = None
 
     @cached_property
     def group_size(self):
@@ -171,7 +174,10 @@ class Step:
 
     @property
     def forward(self):
-        """`(name, bytes)`: the forward collective and the bytes that a rank sends in it (0 for a local operation)."""
+        """`(name, bytes)`: the forward collective and the bytes that a rank sends in it (0 for a local operation).
+
+        Where some ranks send nothing, the mean of all.
+        """
         return self._traffic(0)
 
     @property
@@ -186,7 +192,8 @@ class Step:
 
     def _traffic(self, way):
         name = STEP_KINDS[self.kind].runs(self.op)[way]
-        return name, wire_bytes(name, self.group_size, self.whole)
+        sent = wire_bytes(name, self.group_size, self.whole)
+        return name, sent if self.givers is None else sent * len(self.givers) // self.group_size
 
     def words(self, attributes=tuple(ATTRIBUTES)):
         """Its attributes of some names in words, `["avg", "dim 0"]`; a sum goes without saying."""
@@ -202,19 +209,28 @@ class Step:
         return f"{self.kind}{op}{dims}{over}: {self.source} -> {self.target}, {self.nbytes} bytes"
 
 
-def ring(size, distance):
-    """Of a shift by so many places in a group: for each place the one that it gives to, and that it gets from."""
-    return tuple(tuple((place + by) % size for place in range(size)) for by in (distance, -distance))
+def ring(size, distance, givers=None):
+    """Of a shift by so many places in a group: for each place the one that it gives to, and that it gets from.
+
+    Of some `givers` alone there is None for a place that gives nothing, or gets nothing.
+    """
+    giving = range(size) if givers is None else givers
+    to = tuple((place + distance) % size if place in giving else None for place in range(size))
+    origins = ((place - distance) % size for place in range(size))
+    return to, tuple(origin if origin in giving else None for origin in origins)
 
 
-def shift_step(mesh, axes, distance, local_shape, dtype):
+def shift_step(mesh, axes, distance, local_shape, dtype, givers=None):
     """The `Step` in which each rank of a group gives a local tensor to the one `distance` places further, in a ring.
 
     Args:
         mesh, axes: the mesh, and the axes of the joint group, major to minor.
         distance: number of places in the group; below 0 it goes back.
         local_shape, dtype: of a rank's tensor.
+        givers: places of the group whose tensors go; other ranks get zeros. Default: all.
     """
     layout = Layout.on(mesh, [()] * len(local_shape), varying=axes)
     itemsize = ITEM_BYTES[wire_dtype(dtype)]
-    return Step("shift", tuple(axes), None, None, None, layout, layout, tuple(local_shape), itemsize, None, distance)
+    kind = "shift" if givers is None else "shift_some"
+    known = None, None, None, layout, layout, tuple(local_shape), itemsize, None, distance, givers
+    return Step(kind, tuple(axes), *known)

@@ -1,22 +1,30 @@
 """Attention as one operator with a rule of its own, for keys in ranges of places."""
 
 from mindformers_core.algorithms.attention import attend
-from mindformers_core.algorithms.cut_attention import merge, ring
 from mindformers_core.dtensor.interception import custom_operator
 from mindformers_core.operators import Algorithm, register_algorithm, register_operator
-from mindformers_core.operators.rules.attention import attention_operations, ranged_attention
+from mindformers_core.operators.registry import NO_GRADIENT
+from mindformers_core.operators.rules import attention as rules
 from mindformers_core.operators.saved import ALL, SavedByOperator
+from mindformers_core.tensor_parallel.cut_attention import gathered, gathered_gradient, merge, ring, ring_gradient
 
 _ALGORITHMS = (
-    Algorithm("attention_ring", "keys and values go round; outputs are merged by their sums", True, ring),
-    Algorithm("attention_merge", "outputs of the parts of the keys are merged by their sums", True, merge),
+    ("attention_gather", "each part of the queries sees all keys", gathered, gathered_gradient),
+    ("attention_ring", "keys and values go round; outputs are merged by their sums", ring, ring_gradient),
+    ("attention_merge", "outputs of the parts of the keys are merged by their sums", merge),
 )
-for _algorithm in _ALGORITHMS:
-    register_algorithm(_algorithm)
+for _name, _text, *_functions in _ALGORITHMS:
+    register_algorithm(Algorithm(_name, _text, True, *_functions))
+_SOURCE = "mindformers_core.algorithms"
 register_operator(
-    "Attention", source=f"{attend.__module__}.attend", saves=SavedByOperator(ALL, outputs=(0, 1)),
-    operations=attention_operations, algorithms=tuple(each.name for each in _ALGORITHMS),
-)(ranged_attention)  # fmt: skip
+    "Attention", source=f"{_SOURCE}.attention.attend", saves=SavedByOperator(ALL, outputs=(0, 1)),
+    operations=rules.attention_operations, algorithms=tuple(name for name, *_ in _ALGORITHMS),
+)(rules.ranged_attention)  # fmt: skip
+for _name, _source, _rule in (  # of algorithms
+    ("AttentionPart", "add_part", rules.attention_part),
+    ("AttentionPartGradient", "part_gradient", rules.attention_part_gradient),
+):
+    register_operator(_name, source=f"{_SOURCE}.attention_parts.{_source}", gradient=NO_GRADIENT)(_rule)
 _attention = custom_operator("Attention", attend)
 
 

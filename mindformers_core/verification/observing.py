@@ -142,7 +142,7 @@ class RankObserver(ProgramObserver):
 def place_of(traceback):
     """The instruction of a generated program that has raised an error, as text; "" where none has."""
     for frame, number in reversed(list(walk_tb(traceback))):
-        if "/parallel_" in (file := frame.f_code.co_filename):
+        if "/parallel_" in (file := frame.f_code.co_filename) and frame.f_code.co_name.startswith("parallel_"):
             tree, path = tree_and_path(frame.f_locals["self"])
             program = next(each for each in tree.programs.values() if each.file == file)
             return instruction_at(program.source.observed, path, file, number)

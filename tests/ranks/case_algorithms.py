@@ -4,6 +4,8 @@ All placements of each operator, operator by operator, are in `case_operators`, 
 simulated ranks, in `test_operators_as_written`: so some families are compiled at night only.
 """
 
+from functools import partial
+
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint, nn, ops
@@ -17,6 +19,7 @@ from mindformers_core.layout import layout
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.sharding.compiling import jit
 from mindformers_core.tensor_parallel import shard
+from mindformers_core.tensor_parallel.attention import attention
 
 COLUMNS, ROWS = layout(None, "tp"), layout("tp", None)
 
@@ -152,6 +155,34 @@ def case_joint_and_offered_cuts():
     check({"pairs": pair_sum, "turned": lambda x, y: pair_sum(y, x)}, [rows, more], [ROWS, ROWS])
     offered = {"many": lambda x: many(x * 2).sum(), "few": lambda x: few(x * 2).sum()}
     check(offered, [rows], [layout()])
+
+
+def attentions(times, *algorithms):
+    """By each algorithm causal attentions in a row, of tokens (batch, length, 16) in an order of balanced chunks."""
+    order = 0, 3, 1, 2
+    places = Tensor(np.arange(8, dtype=np.int32).reshape(4, 2)[list(order)].reshape(1, 8))
+
+    def attend(algorithm, x):
+        for _ in range(times):
+            given = (ops.reshape(each, (2, 8, 4, 4)) for each in (x, ops.tanh(x), x * 2))
+            known = places * 0, places + 1, places, 0.5, order, (None, 0), True, algorithm
+            x = ops.reshape(attention(*given, *known)[0], (2, 8, 16))
+        return x
+
+    return {algorithm: partial(attend, algorithm) for algorithm in algorithms}
+
+
+TOKENS = np.random.default_rng(5).normal(size=(2, 8, 16)).astype(np.float32)
+
+
+@on_ranks(2)
+def case_attention_in_a_ring():
+    check(attentions(1, "ring"), [TOKENS], [layout(None, "tp", None)])
+
+
+@on_ranks(nightly=(2,))
+def case_attention_over_a_cut_sequence():
+    check(attentions(2, "ring", "gather", "all_to_all"), [TOKENS], [layout(None, "tp", None)])
 
 
 def dropping():

@@ -10,7 +10,7 @@ from functools import partial
 from mindformers_core.hints import nearest
 from mindformers_core.operators.registry import NO_GRADIENT, register_operator
 from mindformers_core.operators.rules.dims import equation
-from mindformers_core.operators.signature import LocalCall, TensorMeta, tensors_in
+from mindformers_core.operators.signature import LocalCall, TensorMeta, tensors_in, whole_signature
 from mindformers_core.operators.words import word
 
 _LAYOUTS = ("BSH", "BNSD", "SBH", "BSND", "TND")
@@ -163,18 +163,12 @@ def fused_infer_attention(*args):
     return _attention(args, 24, 28, (3, 4), (5, 6), 29, after=("one" if args[34] else "none",))
 
 
+_RING, _GATHER, _MERGE = {("s", "t"): "attention_ring"}, {"s": "attention_gather"}, {"t": "attention_merge"}
 _WAYS = {  # of attention to a cut sequence -> attributes of its `Signature`, and further factors that are whole
-    "gather": ({}, ("t",)),
-    "ring": ({"joint": {("s", "t"): "attention_ring"}}, ("s", "t")),
+    "gather": ({"distributed": _GATHER}, ("t",)),
+    "ring": ({"joint": _RING}, ("s", "t")),
     "all_to_all": ({"offers": (("g",),)}, ("s", "t")),
-    "auto": (
-        {
-            "joint": {("s", "t"): "attention_ring"},
-            "offers": (("g",),),
-            "distributed": {"t": "attention_merge"},
-        },
-        (),
-    ),
+    "auto": ({"joint": _RING, "offers": (("g",),), "distributed": _GATHER | _MERGE}, ()),
 }
 
 
@@ -200,9 +194,16 @@ def ranged_attention(
     ways, whole = _WAYS[algorithm]
     sizes = {"g": groups, "r": heads // groups}
     plain = equation(f"{inputs} -> b s g*r v, b g*r s", *tensors, sizes=sizes, whole=("d", "v", *whole), reduced={})
-    return replace(plain, local=LocalCall(localize=partial(_without_order, sizes | plain.sizes)), **ways)
+    return replace(plain, yielding=(1, 2, 3, 4, 5), **ways)
 
 
-def _without_order(sizes, args, shapes):
-    """The arguments of a call for a part of the queries, whose chunks aren't those of the keys."""
-    return args if shapes[0][1] == sizes["s"] else (*args[:7], None, *args[8:])
+def attention_part(output, sums, query, both, *others):
+    """The `Signature` of an inner operator of its algorithms, `add_part`: all is whole, and is one rank's."""
+    chunks, batch, length, heads, size = query.shape
+    shapes = (chunks, batch, length, heads, both.shape[4] - size), (chunks, batch, heads, length)
+    return whole_signature(tensors_in((output, sums, query, both, *others)), shapes)
+
+
+def attention_part_gradient(query, both, *others):
+    """Likewise of `part_gradient`."""
+    return whole_signature(tensors_in((query, both, *others)), (query.shape, both.shape))

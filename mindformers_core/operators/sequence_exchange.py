@@ -1,0 +1,97 @@
+"""Which chunks of keys a rank of a cut sequence needs of each other one: known before a call. Pure Python."""
+
+import math
+from dataclasses import dataclass
+from itertools import product
+
+from mindformers_core.operators.visible_blocks import visible_blocks
+
+
+@dataclass(frozen=True)
+class Product:
+    """Products of chunks of queries and chunks of keys that are alike, as many on every rank.
+
+    Attributes:
+        blocks: of `visible_blocks`, of one chunk each.
+        slots: for every rank a tuple of (chunk of its queries, chunk of the giver's keys, whether it is one at all).
+    """
+
+    blocks: tuple
+    slots: tuple
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What ranks need of those whose parts are so far before theirs, in a ring.
+
+    Attributes:
+        distance: number of ranks; 0: their own parts.
+        givers: for every chunk of a part the ranks that give theirs.
+        products: the `Product`s.
+    """
+
+    distance: int
+    givers: tuple
+    products: tuple
+
+
+def chunk_order(order, ranks):
+    """The chunks of `order` cut into equal ones, so that every rank has as many; None: a chunk each."""
+    order = tuple(range(ranks)) if order is None else order
+    times = math.lcm(len(order), ranks) // len(order)
+    return tuple(chunk * times + number for chunk in order for number in range(times))
+
+
+def chunk_blocks(length, order, reach, is_exact, rows):
+    """Function from the number of chunks by which queries lie behind keys to their blocks; None: they see none.
+
+    Args:
+        length: of a chunk, in tokens.
+        order, reach, is_exact: as of `attention`; without an order nothing is known.
+        rows: as of `visible_blocks`.
+    """
+    if order is None:
+        blocks = visible_blocks(((0, 0, length),), ((0, 0, length),), (None, None), False, rows)
+        return lambda gap: blocks
+    before, after = reach
+
+    def blocks_of(gap):
+        nearest = abs(gap) * length - (length - 1) * (gap != 0)
+        limit = before if gap > 0 else after
+        if gap and limit is not None and limit < nearest:
+            return None
+        start = abs(gap) * length
+        return visible_blocks(((0, start + gap * length, length),), ((0, start, length),), reach, is_exact, rows)
+
+    return blocks_of
+
+
+def exchanges(order, ranks, blocks_of):
+    """The `Exchange`s of every distance at which a rank needs anything, the own parts first.
+
+    Args:
+        order: of `chunk_order`.
+        ranks: number of ranks.
+        blocks_of: of `chunk_blocks`.
+
+    >>> zigzag = exchanges((0, 3, 1, 2), 2, chunk_blocks(8, (0, 3, 1, 2), (None, 0), True, 8))
+    >>> zigzag[1].givers  # the second chunk goes to the rank before alone
+    ((0, 1), (1,))
+    """
+    each, found = len(order) // ranks, []
+    for distance in range(ranks):
+        pairs, needed = {}, [set() for _ in range(each)]  # blocks -> of every rank its slots; of every chunk its givers
+        for rank, query, key in product(range(ranks), range(each), range(each)):
+            giver = (rank - distance) % ranks
+            blocks = blocks_of(order[rank * each + query] - order[giver * each + key])
+            if blocks is not None:
+                pairs.setdefault(blocks, [[] for _ in range(ranks)])[rank].append((query, key, True))
+                needed[key].add(giver)
+        products = []
+        for blocks, slots in pairs.items():
+            most = max(slots, key=len)
+            idle = (0, most[0][1], False)  # with a chunk that somebody gives
+            products.append(Product(blocks, tuple((*some, *[idle] * (len(most) - len(some))) for some in slots)))
+        if products:
+            found.append(Exchange(distance, tuple(tuple(sorted(givers)) for givers in needed), tuple(products)))
+    return tuple(found)

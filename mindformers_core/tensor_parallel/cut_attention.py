@@ -1,0 +1,200 @@
+"""Attention over a cut sequence: keys and values go round in a ring, or are gathered, or lie where they are.
+
+The outputs of parts of the keys are averaged by the sums of their exponentials (Liu, Zaharia, Abbeel, "Ring Attention
+with Blockwise Transformers for Near-Infinite Context", arXiv 2310.01889). Where places are known, only those chunks
+are sent and multiplied that some query sees: see `sequence_exchange`. All ranks have equal graphs: which chunks a rank
+multiplies are constants. The gradient sends keys and values again, and their gradients home; it keeps none of the
+others'.
+"""
+
+from functools import cache
+
+import numpy as np
+from mindspore import Tensor, dtype as mstype, ops
+
+from mindformers_core.algorithms.attention_parts import add_part, part_gradient
+from mindformers_core.dtensor.interception import custom_operator
+from mindformers_core.operators.sequence_exchange import chunk_blocks, chunk_order, exchanges
+
+_add_part = custom_operator("AttentionPart", add_part)
+_part_gradient = custom_operator("AttentionPartGradient", part_gradient)
+_SCORES = 1 << 20  # of a block of queries
+
+
+def merge(operator, args, context):
+    """The attention of all queries, where each rank has a part of the keys."""
+    output, sums = operator(*args[:7], None, *args[8:])
+    top = context.combined(ops.stop_gradient(sums), "max")
+    weights = ops.exp(sums - top)
+    total = context.combined(weights)
+    mixed = context.combined(ops.cast(output, weights.dtype) * _for_tokens(weights)) / _for_tokens(total)
+    return ops.cast(mixed, output.dtype), ops.log(total) + top
+
+
+def ring(_, args, context):
+    """The attention of a rank's queries to its own part of the keys, and to those that come round."""
+    return _Cut(args, context, _Ring).forward()
+
+
+def ring_gradient(args, results, gradients, context):
+    """The gradients of query, key and value."""
+    return _Cut(args, context, _Ring).backward(*results, *gradients)
+
+
+def gathered(_, args, context):
+    """The attention of a rank's queries to all keys, which it has."""
+    return _Cut(args, context, _Gathered).forward()
+
+
+def gathered_gradient(args, results, gradients, context):
+    """The gradients of query, and of all keys and values through this rank's queries."""
+    return _Cut(args, context, _Gathered).backward(*results, *gradients)
+
+
+class _Ring:
+    """Parts of keys, of which each rank has one, as lists of chunks."""
+
+    def __init__(self, context, each):
+        self.context, self.each, self.count, self.own = context, each, each, [None] * each
+
+    def take(self, x, exchange):
+        """The chunks of the rank whose part comes at this distance; None for those that nobody needs."""
+        chunks = zip(x, exchange.givers)
+        return [self.context.shift(chunk, exchange.distance, givers) if givers else None for chunk, givers in chunks]
+
+    def give_back(self, chunks, exchange):
+        """Add the gradients of the chunks that came to those of their owners."""
+        for place, givers in enumerate(exchange.givers):
+            if givers:
+                takers = sorted((giver + exchange.distance) % self.context.count for giver in givers)
+                home = self.context.shift(chunks[place], -exchange.distance, takers)
+                self.own[place] = home if self.own[place] is None else self.own[place] + home
+
+    def total(self):
+        """The gradients of a rank's own part."""
+        return _whole(ops.stack(self.own))
+
+
+class _Gathered:
+    """All keys, which each rank has, likewise."""
+
+    def __init__(self, context, each):
+        self.context, self.each, self.count, self.found = context, each, each * context.count, {}
+
+    def take(self, x, exchange):
+        """As of `_Ring`."""
+        giver = (self.context.number - exchange.distance) % self.context.count
+        index = Tensor(np.arange(giver * self.each, (giver + 1) * self.each, dtype=np.int32))
+        return list(ops.unstack(ops.gather(x, index, 0)))
+
+    def give_back(self, chunks, exchange):
+        """Keep the gradients of some chunks."""
+        self.found[exchange.distance] = chunks
+
+    def total(self):
+        """The gradients of all keys."""
+        count, number = self.context.count, self.context.number
+        nothing = [ops.zeros_like(next(iter(self.found.values()))[0])] * self.each
+        chunks = [chunk for distance in range(count) for chunk in self.found.get(distance, nothing)]
+        order = [(number - giver) % count * self.each + each for giver in range(count) for each in range(self.each)]
+        return _whole(ops.gather(ops.stack(chunks), Tensor(order, mstype.int32), 0))
+
+
+class _Cut:
+    """One attention of a rank's queries; tensors are stacks of chunks (chunks, batch, …)."""
+
+    def __init__(self, args, context, way):
+        query, self.key, self.value, first, last, places, self.scale, order, reach, exact, _ = args
+        self.dtype = mstype.float64 if query.dtype == mstype.float64 else mstype.float32  # of scores
+        ranks, self.shape = context.count, query.shape
+        self.order = chunk_order(order, ranks)
+        self.each = len(self.order) // ranks
+        self.length = query.shape[1] // self.each
+        self.is_known = order is not None
+        rows = max(16, min(self.length // 8, _SCORES // (query.shape[0] * query.shape[2] * self.length)))
+        known = self.length, order, reach, exact, rows
+        self.exchanges = _exchanges(self.order, ranks, known)
+        self.context, self.way = context, way(context, self.each)
+        self.query, self.first, self.last = (_chunks(each, self.each) for each in (query, first, last))
+        both = ops.cat((self.key, self.value), -1)
+        self.both, self.places = (_chunks(each, self.way.count) for each in (both, places))
+
+    def forward(self):
+        """Output and sums."""
+        output = sums = None
+        for exchange in self.exchanges:
+            chunks = self._taken(exchange)
+            for blocks, table in self._tables(exchange):
+                output, sums = _add_part(output, sums, *chunks, table, self.scale, blocks)
+        return ops.cast(_whole(output), self.value.dtype), _rows(sums)
+
+    def backward(self, output, sums, gradient, of_sums):
+        """The gradients of query, key and value."""
+        gradient = ops.cast(gradient, self.dtype)
+        delta = ops.transpose(ops.sum(ops.cast(output, self.dtype) * gradient, 3), (0, 2, 1)) - of_sums
+        sums, delta, gradient = _of_rows(sums, self.each), _of_rows(delta, self.each), _chunks(gradient, self.each)
+        of_query = None
+        for exchange in self.exchanges:
+            chunks, of_both = self._taken(exchange), None
+            for blocks, table in self._tables(exchange):
+                found = _part_gradient(*chunks, table, sums, delta, gradient, self.scale, blocks)
+                of_query = found[0] if of_query is None else of_query + found[0]
+                of_both = found[1] if of_both is None else of_both + found[1]
+            of_both = ops.cast(of_both, self.key.dtype)
+            self.way.give_back([of_both[place] for place in range(self.each)], exchange)
+        of_both = self.way.total()
+        size = self.key.shape[3]
+        return ops.cast(_whole(of_query), self.query.dtype), of_both[..., :size], of_both[..., size:]
+
+    def _taken(self, exchange):
+        """The chunks of an exchange, as `add_part` takes them."""
+        both = self.way.take(self.both, exchange)
+        some = next(each for each in both if each is not None)
+        both = ops.stack([some if each is None else each for each in both])
+        if self.is_known:  # of the giver
+            start = (self.context.number - exchange.distance) % self.context.count * self.each
+            chunks = np.array(self.order[start : start + self.each])[:, None, None]
+            places = Tensor((chunks * self.length + np.arange(self.length)).astype(np.int32))
+        else:
+            places = ops.stack(self.way.take(self.places, exchange))
+        return self.query, both, self.first, self.last, places
+
+    def _tables(self, exchange):
+        """Pairs of the blocks and the table of slots of each `Product`: see `add_part`."""
+        for number, product in enumerate(exchange.products):
+            queries, keys, active = (np.array(values) for values in zip(*product.slots[self.context.number]))
+            chosen = [(np.arange(self.each)[:, None] == chunks) & active for chunks in (queries, keys)]
+            name = np.full_like(queries, 1000 * exchange.distance + number)
+            yield product.blocks, Tensor(np.vstack([name, queries, keys, *chosen]).astype(np.int32))
+
+
+@cache
+def _exchanges(order, ranks, known):
+    return exchanges(order, ranks, chunk_blocks(*known))
+
+
+def _chunks(x, count):
+    """(batch, length, …) as (chunks, batch, length of a chunk, …)."""
+    x = ops.reshape(x, (x.shape[0], count, x.shape[1] // count, *x.shape[2:]))
+    return ops.transpose(x, (1, 0, *range(2, x.ndim)))
+
+
+def _whole(x):
+    """The inverse of `_chunks`."""
+    count, batch, length, *others = x.shape
+    return ops.reshape(ops.transpose(x, (1, 0, *range(2, x.ndim))), (batch, count * length, *others))
+
+
+def _of_rows(x, count):
+    """(batch, heads, length) as (chunks, batch, heads, length of a chunk)."""
+    return ops.transpose(_chunks(ops.transpose(x, (0, 2, 1)), count), (0, 1, 3, 2))
+
+
+def _rows(x):
+    """The inverse of `_of_rows`."""
+    return ops.transpose(_whole(ops.transpose(x, (0, 1, 3, 2))), (0, 2, 1))
+
+
+def _for_tokens(x):
+    """(batch, heads, length) as (batch, length, heads, 1)."""
+    return ops.expand_dims(ops.transpose(x, (0, 2, 1)), 3)
