@@ -17,7 +17,7 @@ def tell(name, facts):
     """Write a dict that JSON can hold into the supervisor's folder; no effect without one.
 
     Args:
-        name: of the file `name.json`: `run`, what the job does, of rank 0; `end.<process>`, what a process ends by.
+        name: of the file `name.json`: `run`, what the job does; `end.<process>`, what a process ends by.
     """
     if folder := os.environ.get(FOLDER):
         try:

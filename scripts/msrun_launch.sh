@@ -34,7 +34,7 @@ Examples:
   bash scripts/msrun_launch.sh "-m mindformers_core train --config configs/llama_tiny_cpu.yaml" 4
   RESTARTS=10 bash scripts/msrun_launch.sh "-m mindformers_core train --config configs/llama_tiny_cpu.yaml checkpoint.enable_save=true" 4
   Two machines with 8 devices each, run on both with their own NODE_RANK:
-  bash scripts/msrun_launch.sh "-m mindformers_core train --config configs/llama3_8b.yaml parallelism.data_parallel_shard=2" 16 8 192.168.1.1 8118 0
+  bash scripts/msrun_launch.sh "-m mindformers_core train --config configs/llama3_8b.yaml parallelism.data_parallel_shard=16" 16 8 192.168.1.1 8118 0
 TEXT
 }
 

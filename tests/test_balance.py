@@ -12,6 +12,7 @@ from test_label_weights import MODEL
 
 from mindformers_core.batches import BatchPlan, places_of, static_order
 from mindformers_core.commands.diffing import run_simulated
+from mindformers_core.commands.verifying import verify_recipe
 from mindformers_core.data.balanced import Balanced
 from mindformers_core.data.mixture import Mixture
 from mindformers_core.data.reading import local_batch
@@ -136,15 +137,20 @@ CUTS = {
 KEPT = "loss", "gradient_norm", "learning_rate", "epoch", "eval_loss", "eval_perplexity"
 
 
-def figures(parallelism):
-    """Of two steps of packed documents on every rank, and what is evaluated after each; all that is counted."""
-    recipe = recipe_from_dict({
+def recipe_of(parallelism):
+    """Two steps of packed documents."""
+    return recipe_from_dict({
         "model": MODEL | {"vocab_size": 730, "max_position_embeddings": LENGTH},
         "parallelism": {"data_parallel_shard": 1, **parallelism},
         "train_dataset": {"factory": "test_balance:packed_dataset", "seq_length": LENGTH},
         "training": {"local_batch_size": 2, "global_batch_size": 6, "steps": 2}, "evaluation": {"samples": 5},
         "lr_scheduler": {"learning_rate": 1e-2, "warmup_steps": 0}, "context": {"device_model": "CPU"},
     })  # fmt: skip
+
+
+def figures(parallelism):
+    """Of the steps on every rank, and what is evaluated after each; all that is counted."""
+    recipe = recipe_of(parallelism)
 
     def evaluate_too(job):
         step = job.train_step
@@ -168,3 +174,10 @@ def test_training_and_evaluation_of_documents(name, one_card):
     """Losses, norms, learning rates, tokens and operations are those of one card, on all ranks."""
     for found in figures(CUTS[name]):
         np.testing.assert_allclose(found, one_card, 1e-5)
+
+
+@pytest.mark.parametrize("balance", daily(["zigzag"], ["zigzag", "area", "contiguous"]))
+def test_programs_of_ranks_that_share_sequences(balance):
+    """`verify`: every tensor, and all gradients."""
+    check = verify_recipe(recipe_of({"context_parallel": 2, "context_parallel_balance": balance}), full=True)
+    assert not check.faults, check.report()

@@ -107,7 +107,7 @@ def test_the_readmes_tokens_are_what_the_large_recipes_read(tmp_path, monkeypatc
     (tmp_path / "text.txt").write_text("parallel " * 1000)
     (snippet,) = [block for block in code_blocks(ROOT / "README.md", "python") if "llama3_tokens" in block]
     exec(snippet, {})
-    for name in ("llama3_8b", "llama3_70b"):
+    for name in ("llama3_8b", "llama3_8b_128k", "llama3_70b"):
         recipe = load_recipe(str(ROOT / "configs" / f"{name}.yaml"))
         tokens = dataset_of(recipe).sources[0].source.ids
         assert bytes(tokens[:9].astype("uint8")) == b"parallel "

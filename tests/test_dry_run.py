@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -43,6 +44,22 @@ def test_a_large_recipe_is_checked_in_little_memory():
     assert ": 128 ranks" in done.stdout
     assert "70,553,706,496 in all, 8,820,367,360 on each rank" in done.stdout
     assert int(done.stdout.rpartition("KiB")[2]) < 4 * 2**20
+    check_comment("llama3_70b", done.stdout)
+
+
+def check_comment(name, said):
+    """The figures in a recipe's comment are those that `docs/make_configs.py` writes there."""
+    make = runpy.run_path(str(ROOT / "docs" / "make_configs.py"))
+    text = (make["CONFIGS"] / f"{name}.yaml").read_text(encoding="utf-8")
+    assert make["with_figures"](text, said) == text, "stale: python docs/make_configs.py"
+    assert name in make["LARGE"] and int(re.search(r"# +together .* fits in (\d+) GB", text)[1]) < 60
+
+
+@pytest.mark.parametrize("name", [pytest.param("llama3_8b", marks=pytest.mark.nightly), "llama3_8b_128k"])
+def test_figures_of_large_recipes_are_what_it_says(name, dry_run):
+    """Of 70B: above. No scores of pairs of tokens are kept: activations are a few times the hidden states."""
+    recipe = ROOT / "configs" / f"{name}.yaml"
+    check_comment(name, dry_run(str(recipe))[1])
 
 
 def figures(text):

@@ -12,7 +12,7 @@ PROCESS_WIDE = {
     ("mindformers_core.communication.world", "_PROCESS"),  # MindSpore's own communication is one for a process, too
     # operators without state, which compiled source has to find under a name
     ("mindformers_core.sharding.compiling", "choose_program"),
-    ("mindformers_core.tensor_parallel.functional", "_in_graph"),
+    ("mindformers_core.algorithms.compiled", "in_graph"),
     ("mindformers_core.sharding.whole_tensors", "check_whole"),
 }
 

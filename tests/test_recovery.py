@@ -108,7 +108,7 @@ def test_trials(tmp_path):
 )
 def test_fewer_ranks_and_all_again(start, tmp_path, cut, excluded, ranks):
     """dp shrinks to those that there are after step 3, and grows after step 6: the curve of an undisturbed run."""
-    cut = *(f"parallelism.{key}" for key in cut), "training.steps=12"
+    cut = *(f"parallelism.{key}" for key in cut), "training.steps=12", "model.num_hidden_layers=2"
     calm = start("calm", 4, *cut)
     assert calm.wait(240) and calm.process.returncode == 0, calm.output.read_text()
     file = tmp_path / "excluded"

@@ -26,7 +26,9 @@ from mindformers_core.sharding.initialize import materialize
 GOLDEN = Path(__file__).parent / "golden"
 EXPECTED = load_file(GOLDEN / "rope_scaling.safetensors")
 with safe_open(GOLDEN / "rope_scaling.safetensors", "numpy") as opened:
-    CONFIGS = {name: json.loads(text) for name, text in opened.metadata().items()}
+    CONFIGS = {
+        name: json.loads(text) for name, text in sorted(opened.metadata().items())
+    }  # as Rust hands them, in any order
 SMALL = [name for name in CONFIGS if f"{name}.logits" in EXPECTED]
 LLAMA, LENGTH = MODELS["llama"], EXPECTED["ids"].shape[1]
 

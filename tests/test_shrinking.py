@@ -37,12 +37,15 @@ ON_128 = (
 )  # fmt: skip
 RECIPES = {
     "70B": ("configs/llama3_70b.yaml", *ON_128, "train_dataset.seq_length=768", "recompute.full=[3, 40-44]"),
-    "8B": ("configs/llama3_8b.yaml", "parallelism.data_parallel_shard=2", "train_dataset.seq_length=768"),
+    "8B": (
+        "configs/llama3_8b.yaml", "parallelism.data_parallel_shard=2", "parallelism.tensor_parallel=8",
+        "train_dataset.seq_length=768",
+    ),
     "own": ("examples/own_model.yaml",),
     "own, stages": ("examples/own_model.yaml", "parallelism.pipeline_parallel=2", "parallelism.zero_level=2"),
     "recomputed": ("configs/llama_tiny_pp.yaml", "recompute.full=[1]", "model.num_hidden_layers=8"),
     **{path.stem: (f"configs/{path.name}",) for path in sorted((ROOT / "configs").glob("llama_tiny*"))},
-}
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

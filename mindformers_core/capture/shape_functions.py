@@ -40,9 +40,16 @@ def _vdot(x, y):
     return x.dtype
 
 
+def _of_scores(query):
+    return mstype.float64 if query.dtype == mstype.float64 else mstype.float32
+
+
 # Operator -> function of its arguments that gives the dtype of its result, or a tuple; shapes are those of its rule.
 _DTYPES = {
-    "Attention": lambda query, key, value, *_, **__: (value.dtype, mstype.float32),  # it runs, but by blocks
+    # these run, but by blocks
+    "Attention": lambda query, key, value, *_, **__: (value.dtype, _of_scores(query)),
+    "AttentionPart": lambda output, sums, query, *_, **__: (_of_scores(query),) * 2,
+    "AttentionPartGradient": lambda query, *_, **__: (_of_scores(query),) * 2,
     "AnyExt": lambda *_, **__: mstype.bool_,
     "BincountExt": lambda x, weights=None, *_, **__: mstype.int64 if weights is None else weights.dtype,
     "Einsum": _einsum,

@@ -302,6 +302,8 @@ class Trainer:
         found, ranks = [], ranks_of(self.mesh, self.rank)
         with records.record_errors(self.recipe.training.output_dir):
             on_all_ranks(ranks, lambda: found.extend(self._writers(held)) if self.rank == 0 else None)
+        folder, saves = os.path.abspath(self.recipe.training.output_dir), self.recipe.checkpoint.enable_save
+        tell("run", {"folder": folder, "saves": saves})  # each rank, to the supervisor of its machine
         gathered = ranks.gather({name: astuple(each) for name, each in placed_of(self.recipe, self.cells).items()})
         placed = {name: Placed(*each) for own in gathered.values() for name, each in own.items()}
         if self.rank == 0:
@@ -315,7 +317,6 @@ class Trainer:
         carries_on = self._has_folder or (self.step > 0 and os.path.commonpath([own, loaded]) == own)
         held.enter_context(records.open_run_folder(folder, recipe_to_yaml(recipe), keep=carries_on))
         self._has_folder = True
-        tell("run", {"folder": os.path.abspath(folder), "saves": recipe.checkpoint.enable_save})
         if carries_on and (others := set_aside(folder, self.step)):
             print(f"checkpoints of later steps are now {', '.join(others)}")
         kind = "micro-batches" if self.plan.micro_batches == 1 else "pipeline runs"
