@@ -10,6 +10,7 @@ from functools import cache
 import mindspore as ms
 from mindspore import nn, ops
 
+from mindformers_core.algorithms.attention_rows import block_rows, token_rows
 from mindformers_core.algorithms.compiled import in_graph
 from mindformers_core.operators.visible_blocks import place_runs, visible_blocks
 
@@ -18,7 +19,7 @@ _HIDDEN = -1e28  # of a score, for each place between a key and its query's rang
 _SCORES = 1 << 20  # of a block, in all heads of a batch: they fit in a processor's cache
 _product, _by_rows, _of_columns = ops.BatchMatMul(), ops.BatchMatMul(False, True), ops.BatchMatMul(True, False)
 _largest, _positive, _ones_like = ops.ArgMaxWithValue(-1), ops.ReLU(), ops.OnesLike()
-_cast, _sum = ops.Cast(), ops.ReduceSum()
+_cast = ops.Cast()
 
 
 def attend_part(query, key, value, first, last, places, scale, blocks):
@@ -33,28 +34,24 @@ def attend_part(query, key, value, first, last, places, scale, blocks):
     """
     batch, _, heads, _ = query.shape
     groups = key.shape[2]
-    key, value = _by_groups(key, groups), _by_groups(value, groups)
-    places = _place_columns(places, batch)
+    queries, keys, values = _rows(query) * scale, _rows(key), _rows(value)
+    before, after, places = _distances(first, last, places, batch)
     outputs, sums = [], []
-    for start, stop, ranges in blocks:
-        rows = _by_groups(query[:, start:stop], groups) * scale
-        limits = _limits(first, last, batch, start, stop)
-        scores, values = [], []
-        for low, high, is_masked in ranges:
-            part = _by_rows(rows, key[:, :, low:high])
-            if is_masked:
-                part = part + _hidden(limits, places[:, low:high], rows)
-            scores.append(part)
-            values.append(value[:, :, low:high])
-        scores = _joined(scores, 3)
+    for start, stop, is_masked, rows, columns, taken, _ in block_rows(batch, heads, groups, key.shape[1], blocks):
+        scores = _by_rows(_taken(queries, rows, batch, groups), _taken(keys, taken, batch, groups))
+        if is_masked:
+            scores = scores + _hidden(before[:, start:stop], after[:, start:stop], places, columns, scores.shape)
         index, top = _largest(scores)
         weights = ops.softmax(scores, -1)
-        top, largest = ops.expand_dims(top, 3), ops.gather_elements(weights, 3, ops.expand_dims(index, 3))
-        seen = _cast(ops.greater(top, _HIDDEN / 10), ms.float32)
-        total = (top - ops.log(largest)) * seen + (1.0 - seen) * LOWEST
-        outputs.append(_by_tokens(_product(weights, _joined(values, 2)) * seen, stop - start, heads))
-        sums.append(ops.reshape(total, (batch, heads, stop - start)))
-    return ops.cat(outputs, 1), ops.cat(sums, 2)
+        largest = ops.gather_elements(weights, 3, ops.expand_dims(index, 3))
+        output = _product(weights, _taken(values, taken, batch, groups))
+        outputs.append(ops.reshape(output, (-1, values.shape[1])))
+        sums.append(ops.reshape(ops.expand_dims(top, 3) - ops.log(largest), (batch, heads, stop - start)))
+    sums = ops.cat(sums, 2)
+    seen = _cast(ops.greater(sums, _HIDDEN / 10), ms.float32)
+    output = ops.gather(ops.cat(outputs, 0), token_rows(batch, heads, blocks), 0)
+    output = output * _wide(ops.transpose(seen, (0, 2, 1)), output)
+    return ops.reshape(output, (*query.shape[:3], value.shape[3])), sums * seen + (1.0 - seen) * LOWEST
 
 
 def attend_gradient(query, key, value, first, last, places, scale, blocks, sums, delta, gradient):
@@ -67,83 +64,72 @@ def attend_gradient(query, key, value, first, last, places, scale, blocks, sums,
             gradient, minus the gradient of `sums`.
         gradient: of the whole output, (batch, length, heads, value_size).
     """
-    batch, _, heads, _ = query.shape
-    groups = key.shape[2]
-    key, value = _by_groups(key, groups), _by_groups(value, groups)
-    ones = ops.ones((*key.shape[:3], 1), key.dtype)
-    places = _place_columns(places, batch)
-    keys, values = ops.cat((key, ones), 3), ops.cat((value, ones), 3)
+    batch, _, heads, size = query.shape
+    groups, key_length = key.shape[2], key.shape[1]
+    queries, gradients = _rows(query) * scale, _rows(gradient)
+    keys, values = _with_column(_rows(key)), _with_column(_rows(value))
+    before, after, places = _distances(first, last, places, batch)
     sums = ops.where(ops.less(sums, LOWEST / 10), -LOWEST / 10, sums)  # rows that see nothing: all weights are 0
-    of_query, of_key, of_value = [], ops.zeros_like(key), ops.zeros_like(value)
-    for start, stop, ranges in blocks:
-        shape = batch, groups, heads // groups * (stop - start), 1
-        rows, of_rows = _by_groups(query[:, start:stop], groups) * scale, _by_groups(gradient[:, start:stop], groups)
-        result = ops.zeros_like(rows)
-        shifted = ops.cat((rows, -ops.reshape(sums[:, :, start:stop], shape)), 3)
-        of_shifted = ops.cat((of_rows, -ops.reshape(delta[:, :, start:stop], shape)), 3)
-        limits = _limits(first, last, batch, start, stop)
-        for low, high, is_masked in ranges:
-            scores = _by_rows(shifted, keys[:, :, low:high])
-            if is_masked:
-                scores = scores + _hidden(limits, places[:, low:high], rows)
-            weights = ops.exp(scores)
-            of_scores = weights * _by_rows(of_shifted, values[:, :, low:high])
-            result = result + _product(of_scores, key[:, :, low:high])
-            of_key = _added(of_key, _of_columns(of_scores, rows), low, high)
-            of_value = _added(of_value, _of_columns(weights, of_rows), low, high)
-        of_query.append(_by_tokens(result * scale, stop - start, heads))
-    of_key, of_value = _by_tokens(of_key, of_key.shape[2], groups), _by_tokens(of_value, of_key.shape[2], groups)
-    return ops.cat(of_query, 1), of_key, of_value
+    nothing_of_key, nothing_of_value = keys[:1, :-1] * 0.0, values[:1, :-1] * 0.0
+    of_query, of_key, of_value = [], 0.0, 0.0
+    for start, stop, is_masked, rows, columns, taken, back in block_rows(batch, heads, groups, key_length, blocks):
+        block, of_block = _taken(queries, rows, batch, groups), _taken(gradients, rows, batch, groups)
+        shape = *block.shape[:3], 1
+        shifted = ops.cat((block, -ops.reshape(sums[:, :, start:stop], shape)), 3)
+        of_shifted = ops.cat((of_block, -ops.reshape(delta[:, :, start:stop], shape)), 3)
+        own = _taken(keys, taken, batch, groups)
+        scores = _by_rows(shifted, own)
+        if is_masked:
+            scores = scores + _hidden(before[:, start:stop], after[:, start:stop], places, columns, scores.shape)
+        weights = ops.exp(scores)
+        of_scores = weights * _by_rows(of_shifted, _taken(values, taken, batch, groups))
+        of_query.append(ops.reshape(_product(of_scores, own), (-1, size + 1)))
+        part = ops.reshape(_of_columns(of_scores, block), (-1, size))
+        of_key = of_key + ops.gather(ops.cat((part, nothing_of_key), 0), back, 0)
+        part = ops.reshape(_of_columns(weights, of_block), (-1, value.shape[3]))
+        of_value = of_value + ops.gather(ops.cat((part, nothing_of_value), 0), back, 0)
+    of_query = ops.gather(ops.cat(of_query, 0), token_rows(batch, heads, blocks), 0)[:, :-1] * scale
+    return ops.reshape(of_query, query.shape), ops.reshape(of_key, key.shape), ops.reshape(of_value, value.shape)
 
 
-def _by_groups(x, groups):
-    """(batch, length, heads, size) as float32, or float64, (batch, groups, heads of a group * length, size)."""
-    batch, length, heads, size = x.shape
-    x = ops.reshape(
-        _cast(x, ms.float64 if x.dtype == ms.float64 else ms.float32), (batch, length, groups, heads // groups, size)
-    )
-    return ops.reshape(ops.transpose(x, (0, 2, 3, 1, 4)), (batch, groups, heads // groups * length, size))
+def _rows(x):
+    """(batch, length, heads, size) as float32, or float64, (batch * length * heads, size)."""
+    return ops.reshape(_cast(x, ms.float64 if x.dtype == ms.float64 else ms.float32), (-1, x.shape[3]))
 
 
-def _by_tokens(x, length, heads):
-    """(batch, groups, heads of a group * length, size) as (batch, length, heads, size)."""
-    return ops.transpose(ops.reshape(x, (x.shape[0], heads, length, x.shape[3])), (0, 2, 1, 3))
+def _taken(x, rows, batch, groups):
+    """Rows of a block (batch, groups, rows, size)."""
+    return ops.reshape(ops.gather(x, rows, 0), (batch, groups, -1, x.shape[1]))
 
 
-def _limits(first, last, batch, start, stop):
-    """The ranges of a block's queries: two factors of the distances before and after them (batch, rows, 2)."""
-    first, last = _columns(first[:, start:stop], batch), _columns(last[:, start:stop], batch)
-    one = _ones_like(first)
-    return ops.cat((first, -one), 2), ops.cat((one - last, one), 2)
+def _with_column(x):
+    """Rows with a 1 at their ends, which multiplies what is subtracted from each row of a product."""
+    return ops.cat((x, _ones_like(x[:, :1])), 1)
 
 
-def _place_columns(places, batch):
-    """Places of keys, the other factor (batch, key_length, 2)."""
-    places = _columns(places, batch)
-    return ops.cat((_ones_like(places), places), 2)
+def _wide(x, like):
+    """A number for every row, as wide as the row."""
+    return _product(ops.reshape(x, (1, -1, 1)), ops.reshape(_ones_like(like[:1]), (1, 1, -1)))[0]
+
+
+def _distances(first, last, places, batch):
+    """Of queries the factors of distances to keys, before their ranges and after them, and of keys the other factor."""
+    first, last, places = _columns(first, batch), _columns(last, batch), _columns(places, batch)
+    one, ones = _ones_like(first), _ones_like(places)
+    return ops.cat((first, -one), 2), ops.cat((one - last, one), 2), ops.cat((ones, places), 2)
 
 
 def _columns(x, batch):
     """(batch or 1, length) as float32 (batch, length, 1)."""
-    return ops.expand_dims(_cast(ops.cat((x,) * (batch // x.shape[0]), 0), ms.float32), 2)
+    return ops.expand_dims(ops.cat((_cast(x, ms.float32),) * (batch // x.shape[0]), 0), 2)
 
 
-def _hidden(limits, places, rows):
-    """What makes scores of keys that a query doesn't see lower than all others: (batch, groups, rows, keys)."""
-    before, after = limits
+def _hidden(before, after, places, columns, shape):
+    """What makes scores (batch, groups, rows, keys) of keys that a query doesn't see lower than all others."""
+    places = ops.gather(places, columns, 1)
     hidden = (_positive(_by_rows(before, places)) + _positive(_by_rows(after, places))) * _HIDDEN
-    batch, groups, count, _ = rows.shape
-    heads = ops.cat((ops.expand_dims(hidden, 1),) * (groups * count // hidden.shape[1]), 1)
-    return ops.reshape(heads, (batch, groups, count, places.shape[1]))
-
-
-def _joined(parts, dim):
-    return parts[0] if len(parts) == 1 else ops.cat(parts, dim)
-
-
-def _added(x, part, low, high):
-    """`x` (batch, groups, length, size) with a part added to its tokens low … high - 1."""
-    return ops.cat((x[:, :, :low], x[:, :, low:high] + part, x[:, :, high:]), 2)
+    heads = ops.cat((ops.expand_dims(hidden, 1),) * (shape[1] * shape[2] // hidden.shape[1]), 1)
+    return ops.reshape(heads, shape)
 
 
 class _Attention(nn.Cell):
@@ -188,8 +174,9 @@ def _gradients(query, key, value, first, last, places, scale, blocks, results, g
     """Those of the first six arguments, for those of both results."""
     output, sums = results
     gradient, of_sums = gradients
-    delta = _sum(_cast(output, sums.dtype) * _cast(gradient, sums.dtype), 3)
-    delta = ops.transpose(delta, (0, 2, 1)) - of_sums
+    products = _rows(output) * _rows(gradient)
+    delta = _product(ops.expand_dims(products, 0), ops.reshape(_ones_like(products[:1]), (1, -1, 1)))
+    delta = ops.transpose(ops.reshape(delta, output.shape[:3]), (0, 2, 1)) - of_sums
     of_query, of_key, of_value = attend_gradient(
         query, key, value, first, last, places, scale, blocks, sums, delta, gradient
     )
