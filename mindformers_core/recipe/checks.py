@@ -63,6 +63,13 @@ def _check_model_divides(recipe):
             raise ValueError(
                 f"model.{key}: {size} can't be cut into parallelism.tensor_parallel {tp} parts: try {fitting[-1]}"
             )
+        context = recipe.parallelism.context_parallel
+        of_heads = key == "num_key_value_heads" and recipe.parallelism.context_parallel_algorithm == "all_to_all"
+        if of_heads and size % (tp * context):
+            raise ValueError(
+                f"parallelism.context_parallel_algorithm: all_to_all cuts heads over context_parallel {context} x "
+                f"tensor_parallel {tp}, which don't divide model.{key} {size}: use ring, gather or auto"
+            )
     _check_sequence_divides(recipe)
 
 
