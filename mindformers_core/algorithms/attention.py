@@ -109,7 +109,8 @@ def _with_column(x):
 
 def _wide(x, like):
     """A number for every row, as wide as the row."""
-    return _product(ops.reshape(x, (1, -1, 1)), ops.reshape(_ones_like(like[:1]), (1, 1, -1)))[0]
+    one = _ones_like(like[:1])
+    return _product(ops.reshape(_cast(x, like.dtype), (1, -1, 1)), ops.reshape(one, (1, 1, -1)))[0]
 
 
 def _distances(first, last, places, batch):
