@@ -1,9 +1,14 @@
 """Attention of queries to keys in ranges of places, against dense attention, and cut along every dim."""
 
+import mindspore as ms
 import numpy as np
+import pytest
 from mindspore import Tensor
+from mindspore.utils import MsDispatchMode
 from support.verified_calls import numbers
 
+from mindformers_core.batches import places_of
+from mindformers_core.program.structure import tree_leaves
 from mindformers_core.tensor_parallel.attention import attention
 
 QUERY, KEY, VALUE = numbers(2, 8, 4, 4, low=-1), numbers(2, 8, 2, 4, low=-1), numbers(2, 8, 2, 6, low=-1)
@@ -32,3 +37,49 @@ def test_ranges_of_places():
     seen = np.broadcast_to(total > 0, sums.shape)
     np.testing.assert_allclose(sums.asnumpy()[seen], np.log(total[total > 0]), rtol=1e-5, atol=1e-6)
     assert not output.asnumpy()[:, 3].any() and (sums.asnumpy()[~seen] < -1e38).all()
+
+
+class Largest(MsDispatchMode):
+    """The most elements of a tensor that an operator takes."""
+
+    count = 0
+
+    def __ms_dispatch__(self, func, args=(), kwargs=None):
+        self.count = max(self.count, *(each.size for each in tree_leaves(args) if isinstance(each, Tensor)), 0)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("order", "before", "documents"), [((0,), None, 1), ((0,), 70, 1), ((0, 3, 1, 2), None, 7), (None, None, 600)]
+)
+def test_blocks(order, before, documents):
+    """Blocks of 600 tokens with their gradients, against one that is seen whole; none has all scores."""
+    own = places_of(order or (0,), 600)[None]
+    first = own // documents * documents if documents > 1 else np.maximum(own - (600 if before is None else before), 0)
+    draw, shapes = np.random.default_rng(0), [(1, 600, heads, 4) for heads in (4, 2, 2, 4)]
+    *given, slope, of_sums = (draw.normal(size=shape).astype(np.float32) for shape in (*shapes, (1, 4, 600)))
+    ranges = [each.astype(np.int32) for each in (first, own + 1, own)]
+
+    def loss(*tensors):
+        results = attention(*tensors, *map(Tensor, ranges), 0.5, order, (before, 0), documents == 1)
+        return sum((result * Tensor(slope)).sum() for result, slope in zip(results, (slope, of_sums)))
+
+    with Largest() as largest:
+        gradients = ms.value_and_grad(loss, (0, 1, 2))(*map(Tensor, given))[1]
+    assert largest.count <= 4 * 600 * 128
+    for gradient, wanted in zip(gradients, dense_gradients(*given, *ranges, 0.5, slope, of_sums)):
+        np.testing.assert_allclose(gradient.asnumpy(), wanted, atol=2e-5 * np.abs(wanted).max())
+
+
+def dense_gradients(query, key, value, first, last, places, scale, slope, of_sums):
+    """What NumPy gives for the gradients of query, key and value, in float64."""
+    copies = query.shape[2] // key.shape[2]
+    query, key, value = (np.repeat(each, 4 // each.shape[2], 2).astype(np.float64) for each in (query, key, value))
+    seen = (places[:, None] >= first[..., None]) & (places[:, None] < last[..., None])
+    weights = np.where(seen[:, None], np.exp(np.einsum("bshd,bthd->bhst", query, key) * scale), 0)
+    weights /= weights.sum(-1, keepdims=True)
+    of_weights = np.einsum("bshd,bthd->bhst", slope, value)
+    of_scores = weights * (of_weights - (weights * of_weights).sum(-1, keepdims=True) + of_sums[..., None])
+    of_key = np.einsum("bhst,bshd->bthd", of_scores, query) * scale, np.einsum("bhst,bshd->bthd", weights, slope)
+    grouped = [each.reshape(*each.shape[:2], -1, copies, each.shape[3]).sum(3) for each in of_key]
+    return np.einsum("bhst,bthd->bshd", of_scores, key) * scale, *grouped

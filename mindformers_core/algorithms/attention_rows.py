@@ -3,7 +3,7 @@
 On CPU a gather of rows is twenty times as fast as a transpose, or as the copy of a slice.
 """
 
-from functools import cache
+from functools import lru_cache
 
 import numpy as np
 from mindspore import Tensor
@@ -11,7 +11,7 @@ from mindspore import Tensor
 from mindformers_core.mindspore_private import outside_of_meta
 
 
-@cache
+@lru_cache(maxsize=32)
 def block_rows(batch, heads, groups, key_length, blocks):
     """For every block (start, stop, is_masked, queries, columns, keys, back).
 
@@ -32,7 +32,7 @@ def block_rows(batch, heads, groups, key_length, blocks):
     return tuple(found)
 
 
-@cache
+@lru_cache(maxsize=32)
 def token_rows(batch, heads, blocks):
     """Of rows as `block_rows` orders them, block by block, those of (batch, length, heads)."""
     length = blocks[-1][1]
