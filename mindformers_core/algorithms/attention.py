@@ -92,9 +92,14 @@ def attend_gradient(query, key, value, first, last, places, scale, blocks, sums,
     return ops.reshape(of_query, query.shape), ops.reshape(of_key, key.shape), ops.reshape(of_value, value.shape)
 
 
+def score_dtype(x):
+    """The dtype of scores, sums and gradients of a query, key or value: float32, and float64 of float64."""
+    return ms.float64 if x.dtype == ms.float64 else ms.float32
+
+
 def _rows(x):
-    """(batch, length, heads, size) as float32, or float64, (batch * length * heads, size)."""
-    return ops.reshape(_cast(x, ms.float64 if x.dtype == ms.float64 else ms.float32), (-1, x.shape[3]))
+    """(batch, length, heads, size) in its `score_dtype`, (batch * length * heads, size)."""
+    return ops.reshape(_cast(x, score_dtype(x)), (-1, x.shape[3]))
 
 
 def _taken(x, rows, batch, groups):

@@ -11,6 +11,7 @@ from mindspore import DeviceCtx, Tensor, dtype as mstype, get_context
 from mindspore.ops import tensor_method
 from mindspore.ops.function import array_func, math_func
 
+from mindformers_core.algorithms.attention import score_dtype
 from mindformers_core.algorithms.redistribute import meta_of
 from mindformers_core.operators import signature_of
 from mindformers_core.operators.rules.indexing import BY_VALUES
@@ -40,16 +41,12 @@ def _vdot(x, y):
     return x.dtype
 
 
-def _of_scores(query):
-    return mstype.float64 if query.dtype == mstype.float64 else mstype.float32
-
-
 # Operator -> function of its arguments that gives the dtype of its result, or a tuple; shapes are those of its rule.
 _DTYPES = {
     # these run, but by blocks
-    "Attention": lambda query, key, value, *_, **__: (value.dtype, _of_scores(query)),
-    "AttentionPart": lambda output, sums, query, *_, **__: (_of_scores(query),) * 2,
-    "AttentionPartGradient": lambda query, *_, **__: (_of_scores(query),) * 2,
+    "Attention": lambda query, key, value, *_, **__: (value.dtype, score_dtype(query)),
+    "AttentionPart": lambda output, sums, query, *_, **__: (score_dtype(query),) * 2,
+    "AttentionPartGradient": lambda query, *_, **__: (score_dtype(query),) * 2,
     "AnyExt": lambda *_, **__: mstype.bool_,
     "BincountExt": lambda x, weights=None, *_, **__: mstype.int64 if weights is None else weights.dtype,
     "Einsum": _einsum,

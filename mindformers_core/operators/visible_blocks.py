@@ -51,9 +51,3 @@ def _ranges(low, high, keys, is_masked):
     """Ranges of the keys that lie at the places low … high - 1."""
     parts = ((max(low, place), min(high, place + count), index - place) for index, place, count in keys)
     return [(start + shift, stop + shift, is_masked) for start, stop, shift in parts if start < stop]
-
-
-def visible_share(blocks, key_length):
-    """The part of all pairs of a query and a key that the blocks hold."""
-    pairs = sum((stop - start) * sum(high - low for low, high, _ in ranges) for start, stop, ranges in blocks)
-    return pairs / (key_length * sum(stop - start for start, stop, *_ in blocks))

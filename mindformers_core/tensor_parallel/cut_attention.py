@@ -12,6 +12,7 @@ from functools import cache
 import numpy as np
 from mindspore import Tensor, dtype as mstype, ops
 
+from mindformers_core.algorithms.attention import score_dtype
 from mindformers_core.algorithms.attention_parts import add_part, part_gradient
 from mindformers_core.dtensor.interception import custom_operator
 from mindformers_core.operators.sequence_exchange import chunk_blocks, chunk_order, exchanges
@@ -105,7 +106,7 @@ class _Cut:
 
     def __init__(self, args, context, way):
         query, self.key, self.value, first, last, places, self.scale, order, reach, exact, _ = args
-        self.dtype = mstype.float64 if query.dtype == mstype.float64 else mstype.float32  # of scores
+        self.dtype = score_dtype(query)
         ranks, self.shape = context.count, query.shape
         self.order = chunk_order(order, ranks)
         self.each = len(self.order) // ranks
