@@ -13,7 +13,7 @@ from mindformers_core.communication import raw
 from mindformers_core.communication.local import chunk
 from mindformers_core.communication.point_to_point_native import receive_tensor, send_tensor
 from mindformers_core.communication.world import world
-from mindformers_core.redistribution.steps import ring
+from mindformers_core.redistribution.steps import receives_first, ring
 
 
 class NativeCollective(raw.RawCollective):
@@ -76,16 +76,12 @@ class NativeCollective(raw.RawCollective):
         return ops.reshape(chunk(both, 1 if origins[self.index] is None else 0, 2, 0), x.shape)
 
     def eager_permute(self, x, destinations, origins):
-        """By messages: of each cycle or chain of places every second one sends before it receives."""
+        """By messages, in the order of `receives_first`."""
         to, origin, name = destinations[self.index], origins[self.index], self.group.name
         if to == self.index:
             return x
-        chain = [self.index]
-        while origins[chain[-1]] not in (None, self.index):
-            chain.append(origins[chain[-1]])
-        number = len(chain) - 1 if origins[chain[-1]] is None else chain.index(min(chain))
-        receives_first = number % 2 and origin is not None
-        received = receive_tensor(x.shape, x.dtype, self.places[origin], name) if receives_first else None
+        is_first = receives_first(origins, self.index)
+        received = receive_tensor(x.shape, x.dtype, self.places[origin], name) if is_first else None
         if to is not None:
             send_tensor(x, self.places[to], name)
         if received is not None:

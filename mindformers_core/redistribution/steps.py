@@ -220,6 +220,18 @@ def ring(size, distance, givers=None):
     return to, tuple(origin if origin in giving else None for origin in origins)
 
 
+def receives_first(origins, place):
+    """Whether a place of a shift receives before it sends, where a send waits for its receive.
+
+    Of each cycle or chain of places every second one does; `origins`: for each place the one that it gets from.
+    """
+    chain = [place]
+    while origins[chain[-1]] not in (None, place):
+        chain.append(origins[chain[-1]])
+    number = len(chain) - 1 if origins[chain[-1]] is None else chain.index(min(chain))
+    return bool(number % 2) and origins[place] is not None
+
+
 def shift_step(mesh, axes, distance, local_shape, dtype, givers=None):
     """The `Step` in which each rank of a group gives a local tensor to the one `distance` places further, in a ring.
 

@@ -54,10 +54,14 @@ class ScheduleTable:
         """An iterator of all steps, of one rank after the other; the parts of an `OVERLAP` one after another."""
         return (step for order in self.orders for step in plain_steps(order))
 
+    def neighbour(self, stage, distance):
+        """The stage before (-1) or after (1) another one; None at the ends."""
+        return stage + distance if 0 <= stage + distance < self.stage_num else None
+
     def is_message(self, kind, stage):
         """Whether the other end of a send or receive, (type, stage), is a stage of another rank."""
-        other = stage + OTHER_ENDS[kind][1]
-        return 0 <= other < self.stage_num and self.stage_ranks[other] != self.stage_ranks[stage]
+        other = self.neighbour(stage, OTHER_ENDS[kind][1])
+        return other is not None and self.stage_ranks[other] != self.stage_ranks[stage]
 
     def sends(self):
         """The (type, stage) of the sends of a micro-batch: between two stages the forward, then the backward one."""
@@ -67,13 +71,13 @@ class ScheduleTable:
     def needs(self, kind, stage):
         """The (type, stage) that have to be complete before, of the same rank and micro-batch: two at most."""
         if kind == MetaStepType.FWD:
-            if stage == 0:
+            if self.neighbour(stage, -1) is None:
                 return ()
             receive = MetaStepType.FWD_RECV, stage
             return (receive if self.is_message(*receive) else (kind, stage - 1),)
         if kind in (MetaStepType.BWD, MetaStepType.BWD_INPUT):
             forward, receive = (MetaStepType.FWD, stage), (MetaStepType.BWD_RECV, stage)
-            if stage == self.stage_num - 1:
+            if self.neighbour(stage, 1) is None:
                 return (forward,)
             return forward, receive if self.is_message(*receive) else (MetaStepType.BWD_INPUT, stage + 1)
         if kind == MetaStepType.FWD_SEND:

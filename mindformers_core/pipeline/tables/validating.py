@@ -118,10 +118,10 @@ def _place_fault(table, rank, step, kinds):
         return f"there is no micro-batch {micro!r}; they are 0 to {table.micro_batch_num - 1}"
     if kind not in kinds:
         return f"in a forward-only table there are {', '.join(known.name for known in kinds)}"
-    other = stage + OTHER_ENDS[kind][1]
-    if 0 <= other < table.stage_num:
-        return f"stages {stage} and {other} are both on rank {rank}, which sends itself nothing"
-    return f"stage {stage} is the {'last' if other > stage else 'first'}: there is nothing to send or receive"
+    distance = OTHER_ENDS[kind][1]
+    if table.neighbour(stage, distance) is not None:
+        return f"stages {stage} and {stage + distance} are both on rank {rank}, which sends itself nothing"
+    return f"stage {stage} is the {'last' if distance > 0 else 'first'}: there is nothing to send or receive"
 
 
 def _need_fault(table, rank, micro, need):
