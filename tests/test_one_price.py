@@ -1,13 +1,11 @@
 """Prices come from one place, and every step of a plan from the device model that the plan carries."""
 
 import re
-from concurrent.futures import ThreadPoolExecutor
 from itertools import product
-from threading import Event
 
 import numpy as np
 import pytest
-from mindspore import Tensor, nn, ops
+from mindspore import DeviceCtx, Tensor, nn, ops
 from support.launch import ROOT
 from support.small_cells import cell_of
 from support.verified_calls import numbers
@@ -124,22 +122,22 @@ def sent(mode, function, shape):
     return dict(counts)
 
 
-def test_eager_calls_choose_what_programs_choose_beside_a_thread_that_makes_tensors():
-    """By the steps of an algorithm, which cost more than a gather for small tensors, and less for large ones."""
-    found, done = [], Event()
+def test_eager_calls_choose_what_programs_choose_without_the_meta_device(monkeypatch):
+    """By the steps of an algorithm, which cost more than a gather for small tensors, and less for large ones.
 
-    def make():
-        while not done.is_set():
-            found.append((Tensor(np.ones(2, np.float32)) + 1).is_meta)
+    Tensors that other threads make while the process is on the meta device have no values either.
+    """
+    cases, devices, enter = list(product(CUT.values(), SHAPES)), [], DeviceCtx.__enter__
 
-    cases = list(product(CUT.values(), SHAPES))
+    def recorded(self):
+        devices.append(self.name)
+        return enter(self)
+
     with rank_of(2, 0):
         programs = [sent("generated", *case) for case in cases]
-        with ThreadPoolExecutor(1) as pool:
-            made = pool.submit(make)
-            eager = [sent("eager", *case) for case in cases]
-            done.set()
-            made.result()
+        monkeypatch.setattr(DeviceCtx, "__enter__", recorded)
+        eager = [sent("eager", *case) for case in cases]
+    with DeviceCtx("meta"):
+        assert devices == ["meta"]  # this one
     assert dict(zip(product(CUT, SHAPES), eager)) == dict(zip(product(CUT, SHAPES), programs))
     assert [("all_gather", ("tp",)) in each for each in programs[:2]] == [True, False]
-    assert found and not any(found)

@@ -149,8 +149,8 @@ def _place_parameters(cell, layouts, seed):
     shapes = {path: tuple(p.shape) for path, p, initializer in initializers(cell) if initializer is not None}
     parts = {}
     if world().backend == "fake":
-        with DeviceCtx("meta"):
-            for path in shapes:
+        for path in shapes:
+            with DeviceCtx("meta"):  # while it is open, other threads' tensors have no values either
                 parameter = named[path]
                 part = mint.zeros(layouts[path].local_shape(stored_shape(parameter)), dtype=parameter.dtype)
                 parts[path] = Parameter(part, name=parameter.name, requires_grad=parameter.requires_grad)
