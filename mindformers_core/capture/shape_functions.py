@@ -47,6 +47,8 @@ _DTYPES = {
     "Attention": lambda query, key, value, *_, **__: (value.dtype, score_dtype(query)),
     "AttentionPart": lambda output, sums, query, *_, **__: (score_dtype(query),) * 2,
     "AttentionPartGradient": lambda query, *_, **__: (score_dtype(query),) * 2,
+    **dict.fromkeys(("Experts", "ExpertRows", "ExpertSum"), lambda x, *_, **__: x.dtype),  # by values
+    "ExpertPlaces": lambda *_, **__: (mstype.int32,) * 3,
     "AnyExt": lambda *_, **__: mstype.bool_,
     "BincountExt": lambda x, weights=None, *_, **__: mstype.int64 if weights is None else weights.dtype,
     "Einsum": _einsum,

@@ -215,7 +215,8 @@ def _placed(signature, metas, mesh, choice):
     inputs = []
     for index, (dims, meta) in enumerate(zip(signature.inputs, metas)):
         terms = {axis: op for axis, (group, op) in carried.items() if index in group}
-        terms |= reduced if index in signature.added else {}
+        own = {axis for factors in dims for factor in factors for axis in axes_in(axes_of.get(factor, ()))}
+        terms |= {axis: op for axis, op in reduced.items() if axis not in own} if index in signature.added else {}
         inputs.append(_place(mesh, signature, dims, axes_of, terms, active if meta.differentiable else ()))
     terms = {axis: op for axis, (_, op) in carried.items()} | reduced
     kept = {factor for dims in signature.outputs for factors in dims for factor in factors} | set(signature.reduced)

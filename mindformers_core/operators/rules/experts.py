@@ -1,11 +1,12 @@
 """Rules of a mixture of experts: values count the tokens of a group, which are whole; rows and columns may be cut."""
 
+from dataclasses import replace
 from math import prod
 
 from mindformers_core.operators.registry import register_operator
 from mindformers_core.operators.rules.dims import equation
 from mindformers_core.operators.rules.indexing import check_indices
-from mindformers_core.operators.signature import TensorMeta, tensors_in
+from mindformers_core.operators.signature import TensorMeta, tensors_in, whole_signature
 
 
 @register_operator("Gmm", "GmmV2")
@@ -71,3 +72,50 @@ def init_routing(x, expert_idx, active_num=0, expert_capacity=0, expert_num=0, d
     total = prod(expert_idx.shape)
     sizes = {"R": min(active_num or total, total), "P": total, "E": expert_num}
     return equation("T h, T K -> R h, P, E, E'", x, expert_idx, sizes=sizes)
+
+
+def routed_experts(
+    x, ids, weights, gate_up, down, gate_up_bias=None, down_bias=None, activation="silu", capacity=None
+):  # fmt: skip
+    """The `Signature` of the operator `Experts`.
+
+    A cut of the inner dim, or of the experts alone, gives terms of a sum; where an axis cuts tokens and experts
+    together, tokens go to their experts' ranks and back.
+    """
+    check_indices(ids)
+    tokens = [f"t{dim}" for dim in range(x.ndim - 1)]
+    sizes = {"E": gate_up.shape[0]}
+    if capacity is not None:
+        if x.shape[-2] % capacity[1]:
+            raise ValueError(
+                f"groups of {capacity[1]} tokens don't divide x {x.shape}, which has rows of {x.shape[-2]}"
+            )
+        tokens[-1], sizes = "g*S", sizes | {"g": x.shape[-2] // capacity[1], "S": capacity[1]}
+    biases = [text for text, given in (("e P f", gate_up_bias), ("e H", down_bias)) if given is not None]
+    rows, tensors = " ".join(tokens), tensors_in((x, ids, weights, gate_up, down, gate_up_bias, down_bias))
+    texts = ", ".join([f"{rows} H", f"{rows} K", f"{rows} K", "e P f H", "e H f", *biases])
+    added = () if down_bias is None else (len(tensors) - 1,)
+    plain = equation(f"{texts} -> {rows} H", *tensors, sizes=sizes, linear=({2},), added=added)
+    together = {(factor.removesuffix("*S"), "e"): "experts" for factor in tokens}
+    return replace(plain, sizes=plain.sizes | sizes, joint=together, distributed={"e": "experts"})
+
+
+def expert_operations(sizes):
+    """Three products of every choice of a rank's own experts, if all have as many."""
+    tokens = prod(size for factor, size in sizes.items() if factor[0] in "tgS")
+    return 6 * tokens * sizes["K"] * sizes["f"] * sizes["H"] * sizes["e"] // sizes["E"]
+
+
+def expert_places(ids, owners, ranks, most, capacity):
+    """The `Signature` of an inner operator of its algorithm, `places_of_choices`: all is whole, and is one rank's."""
+    return whole_signature(tensors_in((ids, owners)), ((ranks, most), ids.shape, (ranks, most)))
+
+
+def expert_rows(x, ids, *others):
+    """Likewise of `expert_rows`."""
+    return whole_signature(tensors_in((x, ids, *others)), ((*ids.shape, x.shape[1]),))
+
+
+def expert_sum(found, weights):
+    """Likewise of `combined`."""
+    return whole_signature((found, weights), ((found.shape[0], found.shape[2]),))

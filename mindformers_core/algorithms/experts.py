@@ -1,0 +1,157 @@
+"""The experts of a layer: the computation of one rank on its tokens, of those choices that its experts have.
+
+Rows of tokens are put in the order of their experts, so that each expert multiplies its own at once (Gale et al.,
+"MegaBlocks", arXiv 2211.15841): in PyNative as many as there are, in graphs, whose shapes are static, in blocks of
+rows, each of one expert.
+"""
+
+import numpy as np
+from mindspore import Tensor, dtype as mstype, ops
+
+from mindformers_core.algorithms.compiled import in_graph
+
+ACTIVATIONS = {"silu": ops.silu, "gelu": ops.gelu, "relu": ops.relu}
+_product = ops.BatchMatMul()
+_by_rows = ops.BatchMatMul(False, True)
+
+
+def apply_experts(
+    x, ids, weights, gate_up, down, gate_up_bias=None, down_bias=None, activation="silu", capacity=None
+):  # fmt: skip
+    """The operator `Experts`, whose arguments its function for models describes."""
+    rows, choices = ops.reshape(x, (-1, x.shape[-1])), ops.reshape(ids, (-1, ids.shape[-1]))
+    if capacity is not None:
+        choices = within_capacity(choices, gate_up.shape[0], capacity)
+    found = expert_rows(rows, choices, gate_up, down, gate_up_bias, down_bias, activation)
+    return ops.reshape(combined(found, weights), x.shape)
+
+
+def combined(found, weights):
+    """The sums (rows, H) of each token's outputs (rows, K, H), in the order of its choices, with their weights."""
+    weights = ops.cast(ops.reshape(weights, (-1, 1, found.shape[1])), found.dtype)
+    return ops.reshape(_product(weights, found), (-1, found.shape[2]))
+
+
+def within_capacity(ids, count, capacity):
+    """Ids (rows, K) of `count` experts, -1 in the place of each that is one too many for its expert in its group.
+
+    First choices of a group's tokens come before second ones (Lepikhin et al., "GShard", arXiv 2006.16668).
+
+    Args:
+        ids, count: the choices, -1 for none, and the number of experts.
+        capacity: (most choices of an expert in a group, number of tokens of a group).
+    """
+    most, size = capacity
+    rows, each = ids.shape
+    groups = rows // size
+    ordered = ops.reshape(ops.transpose(ops.reshape(ids, (groups, size, each)), (0, 2, 1)), (groups, -1))
+    first = ops.reshape(ops.arange(groups).astype(mstype.int32) * count, (-1, 1))
+    keys = ops.where(ops.less(ordered, 0), groups * count, ordered + first)
+    places, _ = ranked(ops.reshape(keys, (-1,)), groups * count + 1)
+    places = ops.transpose(ops.reshape(places, (groups, each, size)), (0, 2, 1))
+    return ops.where(ops.less(ops.reshape(places, ids.shape), most), ids, -1)
+
+
+def places_of_choices(ids, owners, ranks, most, capacity):
+    """Where the choices (rows, K) of a rank's tokens are among what it sends to experts of all `ranks`.
+
+    Args:
+        ids, capacity: as of the operator `Experts`.
+        owners: int32 (2, experts + 1): for -1 and every expert, the number of the rank that has it, and its own number
+            there; -1 where no rank that gets tokens has it.
+        ranks, most: shape of what is sent: so many choices at most go to one rank.
+
+    Returns:
+        int32 (ranks, most), the number of the choice in each place, or how many there are; int32 (rows, K), the place
+        of each choice, or their number; int32 (ranks, most), the expert's number there, or -1.
+    """
+    if capacity is not None:
+        ids = within_capacity(ids, owners.shape[1] - 1, capacity)
+    total, flat = ids.shape[0] * ids.shape[1], ops.reshape(ids, (-1,)) + 1
+    rank, local = ops.gather(owners[0], flat, 0), ops.gather(owners[1], flat, 0)
+    places, _ = ranked(ops.where(ops.less(rank, 0), ranks, rank), ranks + 1)
+    places = ops.where(ops.less(rank, 0), ranks * most, rank * most + places)
+    nothing = ops.zeros((ranks * most + 1,), mstype.int32)
+    numbers = ops.arange(total).astype(mstype.int32)
+    taken = ops.tensor_scatter_elements(nothing + total, places, numbers, 0)[:-1]
+    local = ops.tensor_scatter_elements(nothing - 1, places, local, 0)[:-1]
+    return ops.reshape(taken, (ranks, most)), ops.reshape(places, ids.shape), ops.reshape(local, (ranks, most))
+
+
+def ranked(keys, count):
+    """Of each of the int32 `keys` (n,) in 0 … count - 1 its place among equal ones; and how many each key has."""
+    order = ops.argsort(keys)
+    counts = ops.unsorted_segment_sum(ops.ones_like(keys), keys, count)
+    first = ops.cumsum(counts, 0) - counts
+    places = ops.arange(keys.shape[0]).astype(mstype.int32) - ops.gather(first, ops.gather(keys, order, 0), 0)
+    return ops.gather(places, ops.argsort(order), 0), counts
+
+
+def expert_rows(x, ids, gate_up, down, gate_up_bias, down_bias, activation):
+    """What each chosen expert makes of a token: rows (n, H) and ids (n, K) → (n, K, H); zeros where an id is -1."""
+    ids = ops.stop_gradient(ids)
+    if not in_graph():
+        return _exactly(x, ids, gate_up, down, gate_up_bias, down_bias, activation)
+    return _by_blocks(x, ids, gate_up, down, gate_up_bias, down_bias, activation)
+
+
+def _exactly(x, ids, gate_up, down, gate_up_bias, down_bias, activation):
+    """`expert_rows` of known ids: a product for every expert that has any, of its own rows."""
+    values = ids.asnumpy().reshape(-1)
+    order = np.argsort(values, kind="stable")[np.count_nonzero(values < 0) :]
+    experts, counts = np.unique(values[order], return_counts=True)
+    if not order.size:  # every tensor has a gradient, of zeros
+        nothing = sum(ops.sum(each * 0.0) for each in (gate_up, down, gate_up_bias, down_bias) if each is not None)
+        return ops.zeros((*ids.shape, x.shape[1]), x.dtype) + ops.expand_dims(x * 0.0, 1) + nothing
+    rows = ops.gather(x, Tensor((order // ids.shape[1]).astype(np.int32)), 0)
+    parts = ops.split(rows, counts.tolist())
+    own = [None if each is None else ops.unstack(each) for each in (gate_up, down, gate_up_bias, down_bias)]
+    found = [
+        _expert(part, *(None if each is None else each[expert] for each in own), activation)
+        for expert, part in zip(experts.tolist(), parts)
+    ]
+    places = np.full(values.size, order.size, np.int32)
+    places[order] = np.arange(order.size)
+    found = ops.cat([*found, ops.zeros((1, x.shape[1]), x.dtype)], 0)
+    return ops.reshape(ops.gather(found, Tensor(places), 0), (*ids.shape, x.shape[1]))
+
+
+def _expert(rows, gate_up, down, gate_up_bias, down_bias, activation):
+    both = ops.dense(rows, ops.reshape(gate_up, (-1, rows.shape[1])))
+    if gate_up_bias is not None:
+        both = both + ops.reshape(gate_up_bias, (1, -1))
+    size = down.shape[1]
+    found = ops.dense(ACTIVATIONS[activation](both[:, :size]) * both[:, size:], down)
+    return found if down_bias is None else found + ops.expand_dims(down_bias, 0)
+
+
+def _by_blocks(x, ids, gate_up, down, gate_up_bias, down_bias, activation):
+    """`expert_rows` with static shapes: every expert's rows are filled up to whole blocks."""
+    count, total, hidden = gate_up.shape[0], ids.shape[0] * ids.shape[1], x.shape[1]
+    size = max(1, -(-total // (2 * count)))
+    blocks = min(total, -(-total // size) + count)
+    flat = ops.reshape(ids, (-1,))
+    keys = ops.where(ops.less(flat, 0), count, flat)
+    places, counts = ranked(keys, count + 1)
+    needed = (counts[:count] + (size - 1)) // size
+    ends = ops.cumsum(needed, 0)
+    first = ops.cat((ends - needed, ops.zeros((1,), mstype.int32)), 0) * size
+    places = ops.where(ops.less(flat, 0), blocks * size, ops.gather(first, keys, 0) + places)
+    taken = ops.zeros((blocks * size + 1,), mstype.int32) + total
+    taken = ops.tensor_scatter_elements(taken, places, ops.arange(total).astype(mstype.int32), 0)[: blocks * size]
+    owners = ops.expand_dims(ops.arange(blocks).astype(mstype.int32), 1)
+    owners = ops.sum(ops.cast(ops.greater_equal(owners, ops.expand_dims(ends, 0)), mstype.int32), 1)
+    owners = ops.minimum(owners, count - 1)  # of blocks that nobody needs
+    nothing = ops.zeros((1, hidden), x.dtype)
+    rows = ops.gather(ops.cat((x, nothing), 0), taken // ids.shape[1], 0)
+    rows = ops.reshape(rows, (blocks, size, hidden))
+    inner = down.shape[2]
+    both = _by_rows(rows, ops.gather(ops.reshape(gate_up, (count, 2 * inner, hidden)), owners, 0))
+    if gate_up_bias is not None:
+        both = both + ops.expand_dims(ops.gather(ops.reshape(gate_up_bias, (count, 2 * inner)), owners, 0), 1)
+    found = ACTIVATIONS[activation](both[:, :, :inner]) * both[:, :, inner:]
+    found = _by_rows(found, ops.gather(down, owners, 0))
+    if down_bias is not None:
+        found = found + ops.expand_dims(ops.gather(down_bias, owners, 0), 1)
+    found = ops.cat((ops.reshape(found, (-1, hidden)), nothing), 0)
+    return ops.reshape(ops.gather(found, places, 0), (*ids.shape, hidden))

@@ -1,0 +1,123 @@
+"""The experts of a layer as one operator with a rule of its own, and their algorithm: tokens go to experts and back.
+
+Expert parallelism is that of GShard (Lepikhin et al., arXiv 2006.16668): where mesh axes cut tokens and experts
+together, each rank sends a row for each choice to the rank that has the expert, and gets it back. Shapes are static: a
+rank may choose the experts of one other rank for all its tokens, unless experts have a capacity.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+from mindspore import Tensor, ops
+
+from mindformers_core.algorithms import experts as parts
+from mindformers_core.dtensor.interception import custom_operator
+from mindformers_core.hints import nearest
+from mindformers_core.layout import Layout
+from mindformers_core.operators import Algorithm, register_algorithm, register_operator
+from mindformers_core.operators.registry import NO_GRADIENT
+from mindformers_core.operators.rules import experts as rules
+
+_SOURCE = "mindformers_core.algorithms.experts"
+_places = custom_operator("ExpertPlaces", parts.places_of_choices)
+_rows = custom_operator("ExpertRows", parts.expert_rows)
+_combined = custom_operator("ExpertSum", parts.combined)
+
+
+def experts(x, ids, weights, gate_up, down, gate_up_bias=None, down_bias=None, activation="silu", capacity=None):
+    """The sum of what its chosen experts make of each token, with the weights of the choice.
+
+    An expert e gives `down[e] @ (activation(gate_up[e, 0] @ x) * (gate_up[e, 1] @ x))`, with biases where there are.
+    An expert that nobody chose has a gradient of zeros.
+
+    Args:
+        x: tokens (…, H).
+        ids: int32 (…, K), the experts that each token has chosen, 0 … E - 1; -1: none.
+        weights: (…, K), of the choices.
+        gate_up: (E, 2, I, H), of the gate and of what it multiplies.
+        down: (E, H, I).
+        gate_up_bias, down_bias: (E, 2, I) and (E, H). Default: none.
+        activation: `"silu"` (default), `"gelu"` or `"relu"`.
+        capacity: (most, size): of each group of `size` consecutive tokens of a row, an expert takes `most` choices at
+            most, first choices before second ones; others give nothing. Groups are never cut, so that it is the same
+            on every mesh. Default: none, and nothing is dropped.
+
+    Returns:
+        (…, H), of the dtype of `x`.
+
+    Raises:
+        ValueError: shapes that don't fit, or another activation.
+    """
+    if activation not in parts.ACTIVATIONS:
+        known = ", ".join(parts.ACTIVATIONS)
+        hint = nearest(activation, parts.ACTIVATIONS)
+        raise ValueError(f"unknown activation {activation!r} of experts: choose one of {known}{hint}")
+    return _experts(x, ids, weights, gate_up, down, gate_up_bias, down_bias, activation, capacity)
+
+
+def own_experts(operator, args, context):
+    """The experts of a rank, for its own tokens, or for the choices of all ranks that have other tokens."""
+    x, ids, weights, gate_up, down, *biases, activation, capacity = args
+    axes, rows = context.layouts[3].axes[0], context.layouts[0].cut_axes
+    joint, own = tuple(axis for axis in axes if axis in rows), gate_up.shape[0]
+    owners = _owners(context, axes, joint, own)
+    if not joint:
+        local = ops.gather(Tensor(owners[1]), ids + 1, 0)
+        return operator(x, local, weights, gate_up, down, *biases, activation, capacity)
+    choices, tokens = ops.reshape(ids, (-1, ids.shape[-1])), ops.reshape(x, (-1, x.shape[-1]))
+    count, each = choices.shape
+    most = count * min(each, own)
+    if capacity is not None:
+        most = min(most, count // capacity[1] * capacity[0] * own)
+    context = replace(context, axes=joint)
+    taken, back, local = _places(choices, Tensor(owners), context.count, most, capacity)
+    sent = ops.gather(_with_nothing(tokens), taken // each, 0)
+    given, local = _exchanged(sent, context), _exchanged(local, context)
+    found = _rows(
+        ops.reshape(given, (-1, x.shape[-1])), ops.reshape(local, (-1, 1)), gate_up, down, *biases, activation
+    )
+    found = _exchanged(ops.reshape(found, given.shape), context)
+    found = ops.gather(_with_nothing(ops.reshape(found, (-1, x.shape[-1]))), back, 0)
+    return ops.reshape(_combined(found, weights), x.shape)
+
+
+def _owners(context, axes, joint, own):
+    """For -1 and every expert: who has it, of those ranks that a rank sends tokens to, and its number there; or -1."""
+    mesh, count = context.mesh, context.shapes[3][0]
+    blocks = np.arange(count) // own
+    places = dict(zip(axes, np.unravel_index(blocks, [mesh.axis_size(axis) for axis in axes])))
+    here = np.ones(count, bool)
+    for axis in axes:
+        here &= (axis in joint) | (places[axis] == mesh.group_index(context.rank, (axis,)))
+    owner = np.zeros(count, int)
+    for axis in joint:
+        owner = owner * mesh.axis_size(axis) + places[axis]
+    table = np.where(here, [owner, np.arange(count) % own], -1)
+    return np.concatenate([np.full((2, 1), -1), table], 1).astype(np.int32)
+
+
+def _exchanged(x, context):
+    """Rows (ranks, n, …) for every rank, as every rank has sent them."""
+    cut, others = context.axes, [()] * (x.ndim - 1)
+    source, target = Layout.on(context.mesh, [cut, (), *others]), Layout.on(context.mesh, [(), cut, *others])
+    return ops.reshape(context.redistribute(ops.expand_dims(x, 0), source, target), x.shape)
+
+
+def _with_nothing(rows):
+    """Rows, and one of zeros."""
+    return ops.cat((rows, ops.zeros((1, rows.shape[1]), rows.dtype)), 0)
+
+
+register_algorithm(
+    Algorithm("experts", "tokens go to their experts' ranks and back; or each rank's own experts", True, own_experts)
+)
+register_operator(
+    "Experts", source=f"{_SOURCE}.apply_experts", operations=rules.expert_operations, algorithms=("experts",)
+)(rules.routed_experts)
+for _name, _source, _rule, _facts in (  # of the algorithm
+    ("ExpertPlaces", "places_of_choices", rules.expert_places, {"gradient": NO_GRADIENT}),
+    ("ExpertRows", "expert_rows", rules.expert_rows, {}),
+    ("ExpertSum", "combined", rules.expert_sum, {}),
+):
+    register_operator(_name, source=f"{_SOURCE}.{_source}", **_facts)(_rule)
+_experts = custom_operator("Experts", parts.apply_experts)

@@ -1,0 +1,128 @@
+"""The experts of a layer: one card against a plain computation, and every cut against one card."""
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, nn, ops
+from support.verified_calls import MESH, MESH_OF_4, Sample, check_of, eager, numbers
+
+from mindformers_core.algorithms.experts import within_capacity
+from mindformers_core.layout import layout
+from mindformers_core.models.experts import RouterConfig
+from mindformers_core.program.plan import OperatorPlan
+from mindformers_core.tensor_parallel.experts import experts
+
+EXPERTS, CHOICES = 4, 2
+WEIGHTS = numbers(4, 2, 4, 4, low=-1), numbers(4, 4, 4, low=-1), numbers(4, 2, 4, low=-1), numbers(4, 4, low=-1)
+TOKENS, SHARES = numbers(4, 4, 4, low=-1), numbers(4, 4, CHOICES)
+
+
+def choices(kind):
+    """Ids (4, 4, 2): different experts for each token; some experts for none; one for all; none for some tokens."""
+    random = np.random.default_rng(1)
+    ids = np.argsort(random.random((4, 4, EXPERTS)), -1)[..., :CHOICES]
+    found = {
+        "some": ids,
+        "idle": ids % 2 * 3,
+        "all": ids * 0 + 2,
+        "none": np.where(random.random(ids.shape) < 0.3, -1, ids),
+    }
+    return found[kind].astype(np.int32)
+
+
+def plainly(x, ids, shares, gate_up, down, gate_up_bias, down_bias):
+    """Every expert computes all tokens."""
+    output = 0.0
+    for number in range(EXPERTS):
+        gate, up = (ops.dense(x, gate_up[number, place]) + gate_up_bias[number, place] for place in range(2))
+        found = ops.dense(ops.silu(gate) * up, down[number]) + down_bias[number]
+        share = ops.sum(ops.where(ops.equal(ids, number), shares, 0.0), -1, keepdim=True)
+        output = output + found * share
+    return output
+
+
+class Total(nn.Cell):
+    """A number, of which every expert's output has another gradient."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def construct(self, *given):
+        return ops.sum(ops.sin(self.function(*given) * 0.1))
+
+
+def test_one_card():
+    """All gradients, in PyNative and compiled once: also where an expert gets nothing, and where one gets all."""
+    places = (0, *range(2, 7))
+    compiled = ms.jit(ms.grad(Total(experts), places))
+    for kind in ("some", "idle", "all", "none"):
+        given = [Tensor(each) for each in (TOKENS, choices(kind), SHARES, *WEIGHTS)]
+        expected = ms.grad(Total(plainly), places)(*given)
+        for found in (ms.grad(Total(experts), places)(*given), compiled(*given)):
+            for one, other in zip(found, expected, strict=True):
+                np.testing.assert_allclose(one.asnumpy(), other.asnumpy(), 1e-4, 2e-5, err_msg=kind)
+
+
+def test_capacity():
+    """First choices come before second ones, whatever the order of tokens."""
+    ids = Tensor(np.array([[0, 1], [0, 1], [0, 2], [1, 0], [2, -1], [2, 1]], np.int32))
+    assert within_capacity(ids, 3, (2, 6)).asnumpy().tolist() == [[0, 1], [0, -1], [-1, -1], [1, -1], [2, -1], [2, -1]]
+    assert within_capacity(ids, 3, (1, 2)).asnumpy().tolist() == [[0, 1], [-1, -1], [0, 2], [1, -1], [2, -1], [-1, 1]]
+
+
+def planned_calls(check):
+    """For every call of the operator its algorithm, and the axes over which the output is partial."""
+    entries = [entry for _, plan in check.plans.values() for found in plan.walk() for entry in found[1].instructions]
+    calls = [each for each in entries if isinstance(each, OperatorPlan) and each.node.operator == "Experts"]
+    return [(each.algorithm, *dict(each.outputs[0].partial)) for each in calls]
+
+
+def cut(rows, each, inner):
+    """Layouts of all inputs, by the axes of batch and length, of the experts, and of their inner dim."""
+    tokens = [layout(*rows, None)] * 3
+    return [
+        *tokens,
+        layout(each, None, inner, None),
+        layout(each, None, inner),
+        layout(each, None, inner),
+        layout(each, None),
+    ]
+
+
+CUTS = [  # axes of batch and length, of experts, of their inner dim; what is found
+    (("a", None), None, None, (None,)),
+    ((None, None), None, "a", (None, "a")),
+    ((None, None), "a", None, ("experts", "a")),
+    (("a", None), "a", None, ("experts",)),
+    ((None, "a"), "a", None, ("experts",)),
+]
+CUTS_OF_4 = [
+    (("a", None), "a", "b", ("experts", "b")),
+    ((None, "b"), "a", None, ("experts", "a")),
+    (("a", "b"), ("b", "a"), None, ("experts",)),
+    (("a", None), ("b", "a"), None, ("experts", "b")),
+]
+
+
+@pytest.mark.parametrize("capacity", [None, (1, 2)])
+@pytest.mark.parametrize("mesh, cuts", [(MESH, CUTS), (MESH_OF_4, CUTS_OF_4)], ids=["two", "four"])
+def test_each_cut(mesh, cuts, capacity):
+    """Forward and all gradients; all dims have one size, so that a wrong one would fit."""
+
+    def called(*given):
+        return experts(*given, "silu", capacity)
+
+    given = TOKENS, choices("some"), SHARES, *WEIGHTS
+    sample = Sample("", called, given, cuts=tuple(cut(*each[:3]) for each in cuts))
+    assert planned_calls(check_of(sample, mesh)) == [found for *_, found in cuts]
+    if capacity is None:
+        eager(sample, mesh)
+
+
+def test_errors():
+    """What doesn't fit is said."""
+    with pytest.raises(ValueError, match="n_group: 3 should divide num_experts 8"):
+        RouterConfig(8, 2, n_group=3)
+    with pytest.raises(ValueError, match="num_experts_per_tok: 5 should be at most 4"):
+        RouterConfig(8, 5, n_group=4, topk_group=2)
