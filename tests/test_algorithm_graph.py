@@ -1,7 +1,6 @@
 """Distributed algorithms written down: run for all ranks of a mesh in one process, they give what one card gives."""
 
 import sys
-from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from itertools import product
@@ -22,24 +21,20 @@ from support.algorithm_calls import (
     WINDOWS,
     Several,
 )
+from support.algorithm_prices import eager_price, program_price
 from support.nightly import daily
 from support.simulated_ranks import collect, distribute, run_forward
 
 from mindformers_core.algorithms.distributed_operators import ALGORITHMS
 from mindformers_core.capture.algorithm_graph import algorithm_graph, redistribution_steps
 from mindformers_core.capture.capture import capture
-from mindformers_core.dtensor.algorithm_price import algorithm_price
 from mindformers_core.layout import Layout, layout
 from mindformers_core.lowering.corrected import padded
 from mindformers_core.mesh import init_device_mesh
-from mindformers_core.operators import OperatorCall, tensor_meta
-from mindformers_core.operators.choice import Resolution
-from mindformers_core.operators.registry import facts_of, rule_attributes
+from mindformers_core.operators.registry import facts_of
 from mindformers_core.program.plan import OperatorPlan
-from mindformers_core.program.structure import Value, tree_fill, tree_leaves, tree_map
-from mindformers_core.propagation.algorithms import algorithm_steps
+from mindformers_core.program.structure import Value, tree_leaves, tree_map
 from mindformers_core.propagation.propagate import propagate
-from mindformers_core.redistribution import FREE, steps_price
 
 sys.path.append(str(Path(__file__).parent / "ranks"))
 from direct_calls import Operator  # noqa: E402, its folder is on the path only now
@@ -177,24 +172,6 @@ def test_ranks_together_give_what_one_card_gives(case):
             results = zip(tree_leaves(plan.node.outputs), plan.outputs, run_ranks(plan, inputs), strict=True)
             for value, layout_of_result, local in results:
                 check_parts(local, layout_of_result, known[value.id].asnumpy(), wrong)
-
-
-def program_price(plan, graph):
-    """The price of the steps of a plan's algorithm, of which this is the graph."""
-    captured = graph, [redistribution_steps(plan, node) for node in graph.nodes]
-    return steps_price(algorithm_steps(plan, lambda _: captured), plan.device_model)
-
-
-def eager_price(plan):
-    """The same, without a capture, as an eager call asks for it."""
-    node, use = plan.node, plan.node.primitive
-    metas = tuple(tensor_meta(value.shape, value.dtype, given) for value, given in plan.consumed)
-    args, kwargs = tree_fill((node.args, node.kwargs), metas, Value)
-    node = replace(node, args=args, kwargs=kwargs, primitive=None)
-    call = OperatorCall(node.operator, plan.signature, metas, MESH, plan.device_model, trained=frozenset({0}))
-    found = Resolution(plan.choice, plan.inputs, plan.outputs, (plan.algorithm, plan.cut_axes), FREE, FREE)
-    attributes = {} if use is None else rule_attributes(node.operator, use.attributes)
-    return algorithm_price(node, attributes, call, found)
 
 
 @pytest.mark.usefixtures("rank_0_of_4")

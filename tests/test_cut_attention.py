@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from mindspore import Tensor, nn
+from support.algorithm_prices import eager_price, program_price
 from support.verified_calls import MESH, Sample, check_of, eager, numbers
 
 from mindformers_core.algorithms.shard_context import ShardContext
@@ -58,6 +59,9 @@ def test_each_algorithm(algorithm, cut, found):
     sample = Sample("", causal(algorithm), given, cuts=([*declared, layout(None, "a" if cut[0] == 1 else None)],))
     (plan,) = attentions(check_of(sample))
     assert (plan.algorithm, *(each.dims for each in plan.inputs[:2])) == found
+    if plan.algorithm:
+        with rank_of(MESH.size, 0):
+            assert eager_price(plan) == program_price(plan)
     eager(sample)
 
 

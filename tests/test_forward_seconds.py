@@ -61,7 +61,7 @@ def test_products_of_a_llama():
         ("lm_head", 24, 32),
     ):
         assert costs(plan, path) == [("Dense", 2 * TOKENS * inside * outside)]
-    scores = 2 * 4 * 8 * 8
+    scores = 2 * 4 * 36  # of 8 x 8: causal
     assert costs(plan, CORE)[0] == ("Attention", scores * 2 * (6 + 6))
 
 

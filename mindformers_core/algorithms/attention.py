@@ -10,12 +10,11 @@ from functools import cache
 import mindspore as ms
 from mindspore import nn, ops
 
-from mindformers_core.algorithms.attention_rows import block_rows, token_rows
+from mindformers_core.algorithms.attention_rows import HIDDEN, block_rows, is_known, token_rows
 from mindformers_core.algorithms.compiled import in_graph
 from mindformers_core.operators.visible_blocks import place_runs, visible_blocks
 
 LOWEST = -3.4028234663852886e38  # of float32: the logarithm of a sum of nothing
-_HIDDEN = -1e28  # of a score, for each place between a key and its query's range: the farthest, 2**31, is finite, too
 _SCORES = 1 << 20  # of a block, in all heads of a batch: they fit in a processor's cache
 _product, _by_rows, _of_columns = ops.BatchMatMul(), ops.BatchMatMul(False, True), ops.BatchMatMul(True, False)
 _largest, _positive, _ones_like = ops.ArgMaxWithValue(-1), ops.ReLU(), ops.OnesLike()
@@ -35,12 +34,12 @@ def attend_part(query, key, value, first, last, places, scale, blocks):
     batch, _, heads, _ = query.shape
     groups = key.shape[2]
     queries, keys, values = _rows(query) * scale, _rows(key), _rows(value)
-    before, after, places = _distances(first, last, places, batch)
+    ranges = _distances(first, last, places, batch, blocks)
     outputs, sums = [], []
-    for start, stop, is_masked, rows, columns, taken, _ in block_rows(batch, heads, groups, key.shape[1], blocks):
+    for start, stop, hidden, rows, columns, taken, _ in block_rows(batch, heads, groups, key.shape[1], blocks):
         scores = _by_rows(_taken(queries, rows, batch, groups), _taken(keys, taken, batch, groups))
-        if is_masked:
-            scores = scores + _hidden(before[:, start:stop], after[:, start:stop], places, columns, scores.shape)
+        if hidden is not None:
+            scores = scores + _hidden(hidden, ranges, start, stop, columns, scores.shape)
         index, top = _largest(scores)
         weights = ops.softmax(scores, -1)
         largest = ops.gather_elements(weights, 3, ops.expand_dims(index, 3))
@@ -48,7 +47,7 @@ def attend_part(query, key, value, first, last, places, scale, blocks):
         outputs.append(ops.reshape(output, (-1, values.shape[1])))
         sums.append(ops.reshape(ops.expand_dims(top, 3) - ops.log(largest), (batch, heads, stop - start)))
     sums = ops.cat(sums, 2)
-    seen = _cast(ops.greater(sums, _HIDDEN / 10), ms.float32)
+    seen = _cast(ops.greater(sums, HIDDEN / 10), ms.float32)
     output = ops.gather(ops.cat(outputs, 0), token_rows(batch, heads, blocks), 0)
     output = output * _wide(ops.transpose(seen, (0, 2, 1)), output)
     return ops.reshape(output, (*query.shape[:3], value.shape[3])), sums * seen + (1.0 - seen) * LOWEST
@@ -67,34 +66,41 @@ def attend_gradient(query, key, value, first, last, places, scale, blocks, sums,
     batch, _, heads, size = query.shape
     groups, key_length = key.shape[2], key.shape[1]
     queries, gradients = _rows(query) * scale, _rows(gradient)
-    keys, values = _with_column(_rows(key)), _with_column(_rows(value))
-    before, after, places = _distances(first, last, places, batch)
+    keys, values = _rows(key), _rows(value)
+    longer_keys, longer_values = _with_column(keys), _with_column(values)
+    ranges = _distances(first, last, places, batch, blocks)
     sums = ops.where(ops.less(sums, LOWEST / 10), -LOWEST / 10, sums)  # rows that see nothing: all weights are 0
-    nothing_of_key, nothing_of_value = keys[:1, :-1] * 0.0, values[:1, :-1] * 0.0
+    nothing_of_key, nothing_of_value = keys[:1] * 0.0, values[:1] * 0.0
     of_query, of_key, of_value = [], 0.0, 0.0
-    for start, stop, is_masked, rows, columns, taken, back in block_rows(batch, heads, groups, key_length, blocks):
+    for start, stop, hidden, rows, columns, taken, back in block_rows(batch, heads, groups, key_length, blocks):
         block, of_block = _taken(queries, rows, batch, groups), _taken(gradients, rows, batch, groups)
         shape = *block.shape[:3], 1
         shifted = ops.cat((block, -ops.reshape(sums[:, :, start:stop], shape)), 3)
         of_shifted = ops.cat((of_block, -ops.reshape(delta[:, :, start:stop], shape)), 3)
-        own = _taken(keys, taken, batch, groups)
-        scores = _by_rows(shifted, own)
-        if is_masked:
-            scores = scores + _hidden(before[:, start:stop], after[:, start:stop], places, columns, scores.shape)
+        scores = _by_rows(shifted, _taken(longer_keys, taken, batch, groups))
+        if hidden is not None:
+            scores = scores + _hidden(hidden, ranges, start, stop, columns, scores.shape)
         weights = ops.exp(scores)
-        of_scores = weights * _by_rows(of_shifted, _taken(values, taken, batch, groups))
-        of_query.append(ops.reshape(_product(of_scores, own), (-1, size + 1)))
+        of_scores = weights * _by_rows(of_shifted, _taken(longer_values, taken, batch, groups))
+        of_query.append(ops.reshape(_product(of_scores, _taken(keys, taken, batch, groups)), (-1, size)))
         part = ops.reshape(_of_columns(of_scores, block), (-1, size))
         of_key = of_key + ops.gather(ops.cat((part, nothing_of_key), 0), back, 0)
         part = ops.reshape(_of_columns(weights, of_block), (-1, value.shape[3]))
         of_value = of_value + ops.gather(ops.cat((part, nothing_of_value), 0), back, 0)
-    of_query = ops.gather(ops.cat(of_query, 0), token_rows(batch, heads, blocks), 0)[:, :-1] * scale
+    of_query = ops.gather(ops.cat(of_query, 0), token_rows(batch, heads, blocks), 0) * scale
     return ops.reshape(of_query, query.shape), ops.reshape(of_key, key.shape), ops.reshape(of_value, value.shape)
 
 
 def score_dtype(x):
     """The dtype of scores, sums and gradients of a query, key or value: float32, and float64 of float64."""
     return ms.float64 if x.dtype == ms.float64 else ms.float32
+
+
+RESULT_DTYPES = {  # of the operators of attention, by their arguments
+    "Attention": lambda query, key, value, *_, **__: (value.dtype, score_dtype(query)),
+    "AttentionPart": lambda output, sums, query, *_, **__: (score_dtype(query),) * 2,
+    "AttentionPartGradient": lambda query, *_, **__: (score_dtype(query),) * 2,
+}
 
 
 def _rows(x):
@@ -118,8 +124,13 @@ def _wide(x, like):
     return _product(ops.reshape(_cast(x, like.dtype), (1, -1, 1)), ops.reshape(one, (1, 1, -1)))[0]
 
 
-def _distances(first, last, places, batch):
-    """Of queries the factors of distances to keys, before their ranges and after them, and of keys the other factor."""
+def _distances(first, last, places, batch, blocks):
+    """Of queries the factors of distances to keys, before their ranges and after them, and of keys the other factor.
+
+    None where all masks are known: on CPU a cast of a few numbers takes as long as one of a million.
+    """
+    if is_known(blocks):
+        return None
     first, last, places = _columns(first, batch), _columns(last, batch), _columns(places, batch)
     one, ones = _ones_like(first), _ones_like(places)
     return ops.cat((first, -one), 2), ops.cat((one - last, one), 2), ops.cat((ones, places), 2)
@@ -130,11 +141,17 @@ def _columns(x, batch):
     return ops.expand_dims(ops.cat((_cast(x, ms.float32),) * (batch // x.shape[0]), 0), 2)
 
 
-def _hidden(before, after, places, columns, shape):
+def _hidden(hidden, ranges, start, stop, columns, shape):
     """What makes scores (batch, groups, rows, keys) of keys that a query doesn't see lower than all others."""
-    places = ops.gather(places, columns, 1)
-    hidden = (_positive(_by_rows(before, places)) + _positive(_by_rows(after, places))) * _HIDDEN
-    heads = ops.cat((ops.expand_dims(hidden, 1),) * (shape[1] * shape[2] // hidden.shape[1]), 1)
+    batch, groups, rows, keys = shape
+    if ranges is None:
+        copies, known = batch * groups * rows // (stop - start), hidden.shape[1]
+        hidden = ops.reshape(ops.cat((hidden,) * copies, 0), (batch, groups, rows, known))
+        return hidden if known == keys else ops.cat((ops.zeros((batch, groups, rows, keys - known)), hidden), 3)
+    before, after, places = ranges
+    before, after, places = before[:, start:stop], after[:, start:stop], ops.gather(places, columns, 1)
+    hidden = (_positive(_by_rows(before, places)) + _positive(_by_rows(after, places))) * HIDDEN
+    heads = ops.cat((ops.expand_dims(hidden, 1),) * (groups * rows // (stop - start)), 1)
     return ops.reshape(heads, shape)
 
 

@@ -13,11 +13,12 @@ import mindspore as ms
 from mindspore import ops
 
 from mindformers_core.algorithms.attention import LOWEST, attend_gradient, attend_part
+from mindformers_core.operators.visible_blocks import visible_blocks
 
 _largest, _product, _cast, _sum = ops.ReduceMax(), ops.MatMul(), ops.Cast(), ops.ReduceSum()
 
 
-def add_part(output, sums, query, both, first, last, places, table, scale, blocks):
+def add_part(output, sums, query, both, first, last, places, table, scale, known):
     """Output and logarithms of sums of all chunks of queries, after those that slots add to them.
 
     Args:
@@ -26,10 +27,11 @@ def add_part(output, sums, query, both, first, last, places, table, scale, block
         query, first, last: a rank's chunks.
         both, places: chunks of keys and values, side by side, and places of the keys.
         table: of slots.
-        scale, blocks: as of `attend_part`, of one chunk each.
+        scale: as of `attention`.
+        known: arguments of `visible_blocks`, of one chunk each.
     """
     count, batch, queries = query.shape[0], query.shape[1], table[1]
-    part, own = attend_part(*_picked(query, both, first, last, places, table), scale, blocks)
+    part, own = attend_part(*_picked(query, both, first, last, places, table), scale, visible_blocks(*known))
     part, own = _deep(part, batch), _deep(own, batch)
     if output is None:
         sums = ops.zeros((count, *own.shape[1:]), own.dtype) + LOWEST
@@ -43,12 +45,12 @@ def add_part(output, sums, query, both, first, last, places, table, scale, block
     return output / _for_tokens(total), ops.log(total) + top
 
 
-def part_gradient(query, both, first, last, places, table, sums, delta, gradient, scale, blocks):
+def part_gradient(query, both, first, last, places, table, sums, delta, gradient, scale, known):
     """The gradients of the chunks of queries, and of keys and values side by side, through slots.
 
     Args:
         sums, delta, gradient: stacks of chunks, of `attend_gradient`.
-        query, both, first, last, places, table, scale, blocks: as of `add_part`.
+        query, both, first, last, places, table, scale, known: as of `add_part`.
     """
     count, batch, queries = query.shape[0], query.shape[1], table[1]
     of_query, of_key = table[3 : 3 + count], table[3 + count :]
@@ -56,7 +58,7 @@ def part_gradient(query, both, first, last, places, table, sums, delta, gradient
     sums = _flat(ops.where(active, ops.gather(sums, queries, 0), LOWEST))
     delta, gradient = _flat(ops.gather(delta, queries, 0)), _flat(ops.gather(gradient, queries, 0))
     given = _picked(query, both, first, last, places, table)
-    of_own, of_keys, of_values = attend_gradient(*given, scale, blocks, sums, delta, gradient)
+    of_own, of_keys, of_values = attend_gradient(*given, scale, visible_blocks(*known), sums, delta, gradient)
     of_both = ops.cat((of_keys, of_values), 3)
     return _placed(of_query, _deep(of_own, batch)), _placed(of_key, _deep(of_both, batch))
 

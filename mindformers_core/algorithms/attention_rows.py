@@ -10,14 +10,18 @@ from mindspore import Tensor
 
 from mindformers_core.mindspore_private import outside_of_meta
 
+HIDDEN = -1e28  # of a score: 2**31 times as much, of a place far outside of a query's range, is finite, too
+
 
 @lru_cache(maxsize=32)
 def block_rows(batch, heads, groups, key_length, blocks):
-    """For every block (start, stop, is_masked, queries, columns, keys, back).
+    """For every block (start, stop, hidden, queries, columns, keys, back).
 
     `queries` and `keys` are numbers of rows of (batch * length * heads, size), in the order (batch, groups, heads of a
     group, length); `columns` the keys of the block, by token; and `back` has for each row of all keys that of the
-    block's, or their number for those that it doesn't take.
+    block's, or their number for those that it doesn't take. `hidden` is None where all queries see all of them; else it
+    is float32 (queries, keys), of the block's last keys: 0 where a query sees a key, else `HIDDEN`; or it is () where
+    only data tell.
     """
     length = blocks[-1][1]
     of_queries = np.arange(batch * length * heads).reshape(batch, length, groups, heads // groups)
@@ -28,8 +32,24 @@ def block_rows(batch, heads, groups, key_length, blocks):
         keys = of_keys[:, columns].transpose(0, 2, 1).reshape(-1)
         queries = of_queries[:, start:stop].transpose(0, 2, 3, 1)
         tables = map(_table, (queries, columns, keys, _inverse(keys, of_keys.size)))
-        found.append((start, stop, any(is_masked for *_, is_masked in ranges), *tables))
+        masks = tuple((high - low, mask) for low, high, mask in ranges if mask is not None)
+        hidden = None if not masks else _band(stop - start, masks) if is_known(blocks) else ()
+        found.append((start, stop, hidden, *tables))
     return tuple(found)
+
+
+@lru_cache(maxsize=256)
+def is_known(blocks):
+    """Whether no mask of `visible_blocks` is of data."""
+    return all(mask != () for *_, ranges in blocks for *_, mask in ranges)
+
+
+@lru_cache(maxsize=32)
+def _band(count, masks):
+    distances = [np.arange(length) - np.arange(count)[:, None] for length, _ in masks]
+    sees = np.hstack([(low <= each) & (each <= high) for each, (_, (low, high)) in zip(distances, masks)])
+    with outside_of_meta():
+        return Tensor(np.where(sees, 0, HIDDEN).astype(np.float32))
 
 
 @lru_cache(maxsize=32)

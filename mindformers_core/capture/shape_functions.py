@@ -11,7 +11,7 @@ from mindspore import DeviceCtx, Tensor, dtype as mstype, get_context
 from mindspore.ops import tensor_method
 from mindspore.ops.function import array_func, math_func
 
-from mindformers_core.algorithms.attention import score_dtype
+from mindformers_core.algorithms.attention import RESULT_DTYPES
 from mindformers_core.algorithms.redistribute import meta_of
 from mindformers_core.operators import signature_of
 from mindformers_core.operators.rules.indexing import BY_VALUES
@@ -43,10 +43,7 @@ def _vdot(x, y):
 
 # Operator -> function of its arguments that gives the dtype of its result, or a tuple; shapes are those of its rule.
 _DTYPES = {
-    # these run, but by blocks
-    "Attention": lambda query, key, value, *_, **__: (value.dtype, score_dtype(query)),
-    "AttentionPart": lambda output, sums, query, *_, **__: (score_dtype(query),) * 2,
-    "AttentionPartGradient": lambda query, *_, **__: (score_dtype(query),) * 2,
+    **RESULT_DTYPES,  # of operators that run, but by blocks
     **dict.fromkeys(("Experts", "ExpertRows", "ExpertSum"), lambda x, *_, **__: x.dtype),  # by values
     "ExpertPlaces": lambda *_, **__: (mstype.int32,) * 3,
     "AnyExt": lambda *_, **__: mstype.bool_,

@@ -9,7 +9,8 @@ from dataclasses import replace
 
 from mindspore import Tensor, dtype as mstype, mint
 
-from mindformers_core.algorithms.distributed_operators import run_locally
+from mindformers_core.algorithms.attention import RESULT_DTYPES
+from mindformers_core.algorithms.distributed_operators import run_algorithm, run_gradient
 from mindformers_core.algorithms.draws import dtype_of
 from mindformers_core.algorithms.redistribute import meta_of
 from mindformers_core.algorithms.shard_context import shard_context
@@ -32,7 +33,7 @@ class Shaped(IndexedTensor):
 
 
 def algorithm_price(node, attributes, call, found):
-    """The `Price` of the steps of a `Resolution`'s algorithm; a user's own `function` may need values, and is free.
+    """The `Price` of the steps of a `Resolution`'s algorithm; a user's own that needs values is free.
 
     Args:
         node: the `OperatorNode` of the call, with `TensorMeta`s in the place of tensors.
@@ -40,12 +41,13 @@ def algorithm_price(node, attributes, call, found):
         call: the `OperatorCall`.
     """
     name, axes = found.algorithm
-    if not axes or algorithm_named(name).function:
+    if not axes or algorithm_named(name).function and not algorithm_named(name).by_shapes:
         return FREE
+    gradient, trained = algorithm_named(name).gradient, bool(call.trained)
     plan, steps = operator_plan(node, call, found), []
 
     def run(local, *moved):
-        steps.extend((step, local.flows and bool(call.trained)) for step in moved)
+        steps.extend((step, gradient is None and local.flows and trained) for step in moved)
         return _shaped(moved[-1].output_shape, local.dtype, local.flows) if moved else local
 
     def redistribute(local, source, target):
@@ -55,7 +57,9 @@ def algorithm_price(node, attributes, call, found):
     parts = zip(call.metas, found.inputs)
     parts = [_shaped(layout.local_shape(meta.shape), dtype_of(meta.dtype), True) for meta, layout in parts]
     context = replace(shard_context(plan), redistribute=redistribute, run_step=run)
-    run_locally(plan, parts, lambda args, kwargs: shaped_results(call.name, args, kwargs | attributes), context)
+    made = run_algorithm(plan, parts, lambda args, named: shaped_results(call.name, args, named | attributes), context)
+    if gradient is not None and trained:
+        run_gradient(plan, parts, made, made, context)
     return steps_price(steps, call.device_model)
 
 
@@ -71,7 +75,9 @@ def shaped_results(name, args, kwargs):
     flows = passes_gradient(name) and any(getattr(tensor, "flows", False) for tensor in tensors)
     shapes = signature_of(name, *tree_map(meta_of, (args, kwargs))).output_shapes
     dtypes = [_dtype(name, args, tensors)] * len(shapes)
-    if places := _PLACES.match(name):
+    if name in RESULT_DTYPES:
+        dtypes = RESULT_DTYPES[name](*args, **kwargs)
+    elif places := _PLACES.match(name):
         dtypes[1 if places[2] else 0] = mstype.int32 if name in ("TopK", "Cummin") else mstype.int64
     results = tuple(_shaped(shape, dtype, flows) for shape, dtype in zip(shapes, dtypes))
     return results if len(results) > 1 else results[0]

@@ -17,11 +17,11 @@ class Algorithm:
         text: what it does, for a reader of `explain()`.
         by_position: whether results depend on positions along the cut dim, whose parts are then contiguous.
         function: of a user's own algorithm, `function(operator, args, context)`: the results for a rank's parts of the
-            tensors. `operator` computes the plain one, and `context`, a `ShardContext`, has the collectives. In
-            eager calls it is free.
+            tensors. `operator` computes the plain one, and `context`, a `ShardContext`, has the collectives.
         gradient: where it isn't that of the operators and redistributions of `function`: `gradient(args, results,
             gradients, context)`, in order the gradients of the floating tensors among `args`. The backward pass then
             keeps the algorithm's inputs and results alone.
+        by_shapes: whether functions of it need no values, so that eager calls price it, too; else it is free there.
         gathers: whether ranks send elements of the tensor itself, so that its cut ends there as by a gather: what costs
             less is chosen.
     """
@@ -31,6 +31,7 @@ class Algorithm:
     by_position: bool = True
     function: Callable | None = None
     gradient: Callable | None = None
+    by_shapes: bool = False
     gathers: bool = False
 
 

@@ -27,8 +27,8 @@ def _rounds(signature, mesh, axes_of):
 def computation_seconds(name, signature, mesh, axes_of, dtypes, device_model):
     """Seconds of one forward call of an operator: a roofline of operations and of bytes read and written.
 
-    Operations are 2·m·n·k for products, attention (all scores, masked ones included) and convolutions; 1 to 10 for each
-    element of the largest tensor for others. Views take nothing.
+    Operations are 2·m·n·k for products, attention (the scores that a static mask shows) and convolutions; 1 to 10 for
+    each element of the largest tensor for others. Views take nothing.
 
     Args:
         name, signature: the operator and its `Signature`.
@@ -45,4 +45,4 @@ def computation_seconds(name, signature, mesh, axes_of, dtypes, device_model):
     each, count = [number * ITEM_BYTES[dtype] for number, dtype in zip(elements, dtypes)], len(signature.inputs)
     counted, nbytes = (elements[count:], 2 * sum(each[count:])) if facts.reads_a_part else (elements, sum(each))
     work = facts.operations(sizes) if callable(facts.operations) else facts.operations * max(counted, default=0)
-    return device_model.computation(work, nbytes) * _rounds(signature, mesh, axes_of)
+    return device_model.computation(work * signature.part, nbytes) * _rounds(signature, mesh, axes_of)

@@ -12,11 +12,11 @@ class Product:
     """Products of chunks of queries and chunks of keys that are alike, as many on every rank.
 
     Attributes:
-        blocks: of `visible_blocks`, of one chunk each.
+        known: arguments of `visible_blocks`, of one chunk each; shorter than the blocks, of which there may be many.
         slots: for every rank a tuple of (chunk of its queries, chunk of the giver's keys, whether it is one at all).
     """
 
-    blocks: tuple
+    known: tuple
     slots: tuple
 
 
@@ -43,7 +43,7 @@ def chunk_order(order, ranks):
 
 
 def chunk_blocks(length, order, reach, is_exact, rows):
-    """Function from the number of chunks by which queries lie behind keys to their blocks; None: they see none.
+    """Function from the number of chunks by which queries lie behind keys to a `known`; None: they see none.
 
     Args:
         length: of a chunk, in tokens.
@@ -51,28 +51,27 @@ def chunk_blocks(length, order, reach, is_exact, rows):
         rows: as of `visible_blocks`.
     """
     if order is None:
-        blocks = visible_blocks(((0, 0, length),), ((0, 0, length),), (None, None), False, rows)
-        return lambda gap: blocks
+        return lambda gap: (((0, 0, length),), ((0, 0, length),), (None, None), False, rows)
     before, after = reach
 
-    def blocks_of(gap):
+    def known_of(gap):
         nearest = abs(gap) * length - (length - 1) * (gap != 0)
         limit = before if gap > 0 else after
         if gap and limit is not None and limit < nearest:
             return None
         start = abs(gap) * length
-        return visible_blocks(((0, start + gap * length, length),), ((0, start, length),), reach, is_exact, rows)
+        return ((0, start + gap * length, length),), ((0, start, length),), reach, is_exact, rows
 
-    return blocks_of
+    return known_of
 
 
-def exchanges(order, ranks, blocks_of):
+def exchanges(order, ranks, known_of):
     """The `Exchange`s of every distance at which a rank needs anything, the own parts first.
 
     Args:
         order: of `chunk_order`.
         ranks: number of ranks.
-        blocks_of: of `chunk_blocks`.
+        known_of: of `chunk_blocks`.
 
     >>> zigzag = exchanges((0, 3, 1, 2), 2, chunk_blocks(8, (0, 3, 1, 2), (None, 0), True, 8))
     >>> zigzag[1].givers  # the second chunk goes to the rank before alone
@@ -80,18 +79,19 @@ def exchanges(order, ranks, blocks_of):
     """
     each, found = len(order) // ranks, []
     for distance in range(ranks):
-        pairs, needed = {}, [set() for _ in range(each)]  # blocks -> of every rank its slots; of every chunk its givers
+        pairs, needed = {}, [set() for _ in range(each)]  # blocks -> their `known`, every rank's slots; chunk -> givers
         for rank, query, key in product(range(ranks), range(each), range(each)):
             giver = (rank - distance) % ranks
-            blocks = blocks_of(order[rank * each + query] - order[giver * each + key])
-            if blocks is not None:
-                pairs.setdefault(blocks, [[] for _ in range(ranks)])[rank].append((query, key, True))
+            known = known_of(order[rank * each + query] - order[giver * each + key])
+            if known is not None:
+                _, slots = pairs.setdefault(visible_blocks(*known), (known, [[] for _ in range(ranks)]))
+                slots[rank].append((query, key, True))
                 needed[key].add(giver)
         products = []
-        for blocks, slots in pairs.items():
+        for known, slots in pairs.values():
             most = max(slots, key=len)
             idle = (0, most[0][1], False)  # with a chunk that somebody gives
-            products.append(Product(blocks, tuple((*some, *[idle] * (len(most) - len(some))) for some in slots)))
+            products.append(Product(known, tuple((*some, *[idle] * (len(most) - len(some))) for some in slots)))
         if products:
             found.append(Exchange(distance, tuple(tuple(sorted(givers)) for givers in needed), tuple(products)))
     return tuple(found)

@@ -118,6 +118,7 @@ class Signature:
         run: name of a distributed algorithm that always replaces the operator.
         moves_only: whether the operator only moves or copies elements: on a strided part it gives the same elements of
             the result, so that a dim that merges factors may be sharded along a minor one.
+        part: of its operations that is computed, where that is known before the call: of attention what isn't masked.
         local: the `LocalCall`.
     """
 
@@ -135,6 +136,7 @@ class Signature:
     run: str | None = None
     made: frozenset = frozenset()
     moves_only: bool = False
+    part: float = 1.0
     local: LocalCall = field(default=LocalCall(), compare=False)
 
     def __post_init__(self):

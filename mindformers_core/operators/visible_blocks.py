@@ -1,5 +1,7 @@
 """Blocks of queries, and the ranges of keys that each sees, where places are known before a call. Pure Python."""
 
+from functools import lru_cache
+
 
 def place_runs(chunks, length):
     """Runs of tokens whose places follow each other, each (index of its first token, the token's place, count).
@@ -17,12 +19,15 @@ def place_runs(chunks, length):
     return tuple(runs)
 
 
+@lru_cache(maxsize=256)
 def visible_blocks(queries, keys, reach, is_exact, rows):
     """Each block of queries with the ranges of keys that it may see: ((start, stop, ranges), …).
 
-    All are indices. Blocks cover all queries in order, and have at least one range ((start, stop, is_masked), …) of
-    keys: those that all queries of the block see, then those of which each query may see some. The number and the sizes
-    of blocks and ranges decide a computation's structure, and where they start its constants.
+    All are indices. Blocks cover all queries in order, and have at least one range ((start, stop, mask), …) of keys:
+    those that all queries of the block see, whose mask is None, then those of which each query may see some. Of these
+    the mask is () where only data tell, else (low, high): query i of the block sees key j of the range where
+    `low <= j - i <= high`. The number, the sizes and the masks of blocks and ranges decide a computation's structure,
+    and where they start its constants.
 
     Args:
         queries, keys: of `place_runs`.
@@ -39,15 +44,23 @@ def visible_blocks(queries, keys, reach, is_exact, rows):
             low, high = place + start, place + stop - 1
             some = low - before, high + after + 1
             whole = (high - before, low + after + 1) if is_exact and high - before < low + after + 1 else some[1:] * 2
-            ranges = [
-                *_ranges(*whole, keys, False), *_ranges(some[0], whole[0], keys, True),
-                *_ranges(whole[1], some[1], keys, True),
-            ]  # fmt: skip
-            blocks.append((index + start, index + stop, tuple(ranges or [(0, 1, True)])))
+            ranges = [(*keys_of, None) for _, *keys_of in _ranges(*whole, keys)]
+            for first, *keys_of in _ranges(some[0], whole[0], keys) + _ranges(whole[1], some[1], keys):
+                limits = max(some[0] - first, start - stop), min(low + after - first, keys_of[1] - keys_of[0])
+                ranges.append((*keys_of, limits if is_exact else ()))
+            blocks.append((index + start, index + stop, tuple(ranges or [(0, 1, (1, 0))])))
     return tuple(blocks)
 
 
-def _ranges(low, high, keys, is_masked):
-    """Ranges of the keys that lie at the places low … high - 1."""
+def visible_part(length, reach):
+    """The part of the scores of a sequence that lies within the `reach` of its queries."""
+    found = length
+    for most in (length - 1 if each is None else min(each, length - 1) for each in reach):
+        found += most * (most + 1) // 2 + most * (length - 1 - most)
+    return found / length**2
+
+
+def _ranges(low, high, keys):
+    """(first place, start, stop) of ranges of the keys that lie at the places low … high - 1."""
     parts = ((max(low, place), min(high, place + count), index - place) for index, place, count in keys)
-    return [(start + shift, stop + shift, is_masked) for start, stop, shift in parts if start < stop]
+    return [(start, start + shift, stop + shift) for start, stop, shift in parts if start < stop]

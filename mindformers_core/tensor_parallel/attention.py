@@ -14,7 +14,7 @@ _ALGORITHMS = (
     ("attention_merge", "outputs of the parts of the keys are merged by their sums", merge),
 )
 for _name, _text, *_functions in _ALGORITHMS:
-    register_algorithm(Algorithm(_name, _text, True, *_functions))
+    register_algorithm(Algorithm(_name, _text, True, *_functions, by_shapes=True))
 _SOURCE = "mindformers_core.algorithms"
 register_operator(
     "Attention", source=f"{_SOURCE}.attention.attend", saves=SavedByOperator(ALL, outputs=(0, 1)),

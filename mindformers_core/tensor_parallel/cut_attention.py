@@ -59,9 +59,11 @@ class _Ring:
         self.context, self.each, self.count, self.own = context, each, each, [None] * each
 
     def take(self, x, exchange):
-        """The chunks of the rank whose part comes at this distance; None for those that nobody needs."""
+        """The stack of chunks of the rank whose part comes at this distance; any one in place of what nobody needs."""
         chunks = zip(x, exchange.givers)
-        return [self.context.shift(chunk, exchange.distance, givers) if givers else None for chunk, givers in chunks]
+        found = [givers and self.context.shift(chunk, exchange.distance, givers) for chunk, givers in chunks]
+        some = next(each for each, givers in zip(found, exchange.givers) if givers)
+        return ops.stack([each if givers else some for each, givers in zip(found, exchange.givers)])
 
     def give_back(self, chunks, exchange):
         """Add the gradients of the chunks that came to those of their owners."""
@@ -86,7 +88,7 @@ class _Gathered:
         """As of `_Ring`."""
         giver = (self.context.number - exchange.distance) % self.context.count
         index = Tensor(np.arange(giver * self.each, (giver + 1) * self.each, dtype=np.int32))
-        return list(ops.unstack(ops.gather(x, index, 0)))
+        return ops.gather(x, index, 0)
 
     def give_back(self, chunks, exchange):
         """Keep the gradients of some chunks."""
@@ -125,8 +127,8 @@ class _Cut:
         output = sums = None
         for exchange in self.exchanges:
             chunks = self._taken(exchange)
-            for blocks, table in self._tables(exchange):
-                output, sums = _add_part(output, sums, *chunks, table, self.scale, blocks)
+            for known, table in self._tables(exchange):
+                output, sums = _add_part(output, sums, *chunks, table, self.scale, known)
         return ops.cast(_whole(output), self.value.dtype), _rows(sums)
 
     def backward(self, output, sums, gradient, of_sums):
@@ -137,8 +139,8 @@ class _Cut:
         of_query = None
         for exchange in self.exchanges:
             chunks, of_both = self._taken(exchange), None
-            for blocks, table in self._tables(exchange):
-                found = _part_gradient(*chunks, table, sums, delta, gradient, self.scale, blocks)
+            for known, table in self._tables(exchange):
+                found = _part_gradient(*chunks, table, sums, delta, gradient, self.scale, known)
                 of_query = found[0] if of_query is None else of_query + found[0]
                 of_both = found[1] if of_both is None else of_both + found[1]
             of_both = ops.cast(of_both, self.key.dtype)
@@ -149,24 +151,21 @@ class _Cut:
 
     def _taken(self, exchange):
         """The chunks of an exchange, as `add_part` takes them."""
-        both = self.way.take(self.both, exchange)
-        some = next(each for each in both if each is not None)
-        both = ops.stack([some if each is None else each for each in both])
         if self.is_known:  # of the giver
             start = (self.context.number - exchange.distance) % self.context.count * self.each
             chunks = np.array(self.order[start : start + self.each])[:, None, None]
             places = Tensor((chunks * self.length + np.arange(self.length)).astype(np.int32))
         else:
-            places = ops.stack(self.way.take(self.places, exchange))
-        return self.query, both, self.first, self.last, places
+            places = self.way.take(self.places, exchange)
+        return self.query, self.way.take(self.both, exchange), self.first, self.last, places
 
     def _tables(self, exchange):
-        """Pairs of the blocks and the table of slots of each `Product`: see `add_part`."""
+        """Pairs of what is known and the table of slots of each `Product`: see `add_part`."""
         for number, product in enumerate(exchange.products):
             queries, keys, active = (np.array(values) for values in zip(*product.slots[self.context.number]))
             chosen = [(np.arange(self.each)[:, None] == chunks) & active for chunks in (queries, keys)]
             name = np.full_like(queries, 1000 * exchange.distance + number)
-            yield product.blocks, Tensor(np.vstack([name, queries, keys, *chosen]).astype(np.int32))
+            yield product.known, Tensor(np.vstack([name, queries, keys, *chosen]).astype(np.int32))
 
 
 @cache

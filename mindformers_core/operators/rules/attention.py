@@ -11,13 +11,14 @@ from mindformers_core.hints import nearest
 from mindformers_core.operators.registry import NO_GRADIENT, register_operator
 from mindformers_core.operators.rules.dims import equation
 from mindformers_core.operators.signature import LocalCall, TensorMeta, tensors_in, whole_signature
+from mindformers_core.operators.visible_blocks import visible_part
 from mindformers_core.operators.words import word
 
 _LAYOUTS = ("BSH", "BNSD", "SBH", "BSND", "TND")
 
 
 def attention_operations(sizes):
-    """Two products of all scores, whatever is masked, as formulas of MFU count."""
+    """Two products of all scores, whatever is masked, as formulas of MFU count: see `Signature.part`."""
     scores = sizes.get("b", 1) * sizes["g"] * sizes["r"] * sizes["s"] * sizes["t"]
     return scores * 2 * (sizes["d"] + sizes["v"])
 
@@ -173,7 +174,7 @@ _WAYS = {  # of attention to a cut sequence -> attributes of its `Signature`, an
 
 
 def ranged_attention(
-    query, key, value, first, last, places, scale, order=None, reach=(), exact=False, algorithm="auto"
+    query, key, value, first, last, places, scale, order=None, reach=(None, None), exact=False, algorithm="auto"
 ):
     """The `Signature` of the operator `Attention`.
 
@@ -194,7 +195,8 @@ def ranged_attention(
     ways, whole = _WAYS[algorithm]
     sizes = {"g": groups, "r": heads // groups}
     plain = equation(f"{inputs} -> b s g*r v, b g*r s", *tensors, sizes=sizes, whole=("d", "v", *whole), reduced={})
-    return replace(plain, yielding=(1, 2, 3, 4, 5), **ways)
+    part = 1.0 if order is None else visible_part(query.shape[1], reach)
+    return replace(plain, yielding=(1, 2, 3, 4, 5), part=part, **ways)
 
 
 def attention_part(output, sums, query, both, *others):
