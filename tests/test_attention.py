@@ -39,6 +39,26 @@ def test_ranges_of_places():
     assert not output.asnumpy()[:, 3].any() and (sums.asnumpy()[~seen] < -1e38).all()
 
 
+def test_sinks():
+    """An entry of softmax's sum without a value, and its gradient; a row that sees nothing else gives zeros."""
+    given = *map(Tensor, (QUERY, KEY, VALUE, PLACES * 0, (PLACES + 1) * (PLACES != 3), PLACES)), 0.5
+    sinks = np.float32([-1, 0, 2, 80])
+    output, sums = (each.asnumpy() for each in attention(*given))
+    found, totals = (each.asnumpy() for each in attention(*given, sinks=Tensor(sinks)))
+    wanted = np.logaddexp(sums, sinks[:, None])
+    np.testing.assert_allclose(totals, wanted, rtol=1e-6)
+    np.testing.assert_allclose(found, output * np.exp(sums - wanted).transpose(0, 2, 1)[..., None], 1e-5, 1e-6)
+
+    def loss(sinks):
+        mixed, total = attention(*given, sinks=sinks)
+        return (mixed * mixed).sum() + total.sum()
+
+    share = np.exp(sums - wanted)
+    squares = (output**2).sum(3).transpose(0, 2, 1)
+    slopes = ((1 - share) * (1 - 2 * share**2 * squares)).sum((0, 2))
+    np.testing.assert_allclose(ms.grad(loss)(Tensor(sinks)).asnumpy(), slopes, 1e-4, 1e-4)
+
+
 class Largest(MsDispatchMode):
     """The most elements of a tensor that an operator takes."""
 

@@ -6,6 +6,7 @@ from mindspore import Tensor, nn
 from support.algorithm_prices import eager_price, program_price
 from support.verified_calls import MESH, Sample, check_of, eager, numbers
 
+from mindformers_core.algorithms.attention_dropout import drawn_halves
 from mindformers_core.algorithms.shard_context import ShardContext
 from mindformers_core.capture.algorithm_graph import algorithm_of
 from mindformers_core.communication import count_collectives
@@ -25,12 +26,14 @@ PLACES = np.arange(4, dtype=np.int32)[None]
 ROWS, HEADS, WHOLE = (Layout.on(MESH, dims).dims for dims in (((), "a", (), ()), ((), (), "a", ()), ((),) * 4))
 
 
-def causal(algorithm):
-    """Attention to keys up to one's own, by an algorithm."""
+def causal(algorithm, dropout=0.0):
+    """Attention to keys up to one's own, by an algorithm; with dropout, to sinks as well."""
 
     def attend(query, key, value, places):
         own, order = (places, (0,)) if query.shape[1] > 1 else (places[:, -1:], None)
-        return attention(query, key, value, own * 0, own + 1, places, 0.5, order, (None, 0), True, algorithm)
+        sinks = query[0, 0, :, 0] if dropout else None
+        known = order, (None, 0), True, algorithm, dropout, own, sinks
+        return attention(query, key, value, own * 0, own + 1, places, 0.5, *known)
 
     return attend
 
@@ -41,6 +44,7 @@ def attentions(check):
     return [each for each in entries if isinstance(each, OperatorPlan) and each.node.operator == "Attention"]
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
 @pytest.mark.parametrize(
     "algorithm, cut, found",
     [
@@ -51,22 +55,28 @@ def attentions(check):
         ("auto", (None, 1), ("attention_merge", WHOLE, ROWS)),
     ],
 )
-def test_each_algorithm(algorithm, cut, found):
+def test_each_algorithm(algorithm, cut, found, dropout):
     """Forward and all gradients, both engines; all dims have one size, so that a wrong one would fit."""
     length, groups = (4, 4) if cut[0] else (1, 1)
     given = numbers(4, length, 4, 4, low=-1), *(numbers(4, 4, groups, 4, low=-1) for _ in range(2)), PLACES
     declared = [layout(*["a" if dim == each else None for dim in range(4)]) for each in (cut[0], cut[1], cut[1])]
-    sample = Sample("", causal(algorithm), given, cuts=([*declared, layout(None, "a" if cut[0] == 1 else None)],))
+    sample = Sample(
+        "", causal(algorithm, dropout), given, cuts=([*declared, layout(None, "a" if cut[0] == 1 else None)],)
+    )
     (plan,) = attentions(check_of(sample))
     assert (plan.algorithm, *(each.dims for each in plan.inputs[:2])) == found
     if plan.algorithm:
         with rank_of(MESH.size, 0):
             assert eager_price(plan) == program_price(plan)
-    eager(sample)
+    if not dropout:  # here all ranks have one generator
+        eager(sample)
 
 
-def dense(query, key, value, first, last, places, scale, of_output, of_sums):
-    """Output, sums, and the gradients of query, key and value where those of output and sums are given, by NumPy."""
+def dense(query, key, value, first, last, places, scale, of_output, of_sums, stays=1):
+    """Output, sums, and the gradients of query, key and value where those of output and sums are given, by NumPy.
+
+    `stays`: factors of weights (batch, heads, length, key_length).
+    """
     groups, copies = key.shape[2], query.shape[2] // key.shape[2]
     whole_key, whole_value = (np.repeat(each, copies, 2) for each in (key, value))
     scores = np.einsum("bshd,bthd->bhst", query, whole_key) * scale
@@ -74,15 +84,15 @@ def dense(query, key, value, first, last, places, scale, of_output, of_sums):
     weights = np.where(seen, np.exp(scores), 0)
     total = weights.sum(-1, keepdims=True)
     weights = weights / np.where(total, total, 1)
-    output, sums = np.einsum("bhst,bthd->bshd", weights, whole_value), np.log(np.where(total, total, 1))[..., 0]
+    output, sums = np.einsum("bhst,bthd->bshd", weights * stays, whole_value), np.log(np.where(total, total, 1))[..., 0]
     delta = np.einsum("bshd,bshd->bhs", output, of_output) - of_sums
-    slopes = weights * (np.einsum("bshd,bthd->bhst", of_output, whole_value) - delta[..., None])
-    wide = np.einsum("bhst,bshd->bthd", slopes, query) * scale, np.einsum("bhst,bshd->bthd", weights, of_output)
+    slopes = weights * (stays * np.einsum("bshd,bthd->bhst", of_output, whole_value) - delta[..., None])
+    wide = np.einsum("bhst,bshd->bthd", slopes, query) * scale, np.einsum("bhst,bshd->bthd", weights * stays, of_output)
     grouped = [each.reshape(*each.shape[:2], groups, copies, -1).sum(3) for each in wide]
     return output, sums, np.einsum("bhst,bthd->bshd", slopes, whole_key) * scale, *grouped
 
 
-def on_parts(algorithm, ranks, given, scale, known, of_output, of_sums):
+def on_parts(algorithm, ranks, given, scale, known, of_output, of_sums, dropped=None):
     """What an algorithm and its gradient give, of all ranks together; and the bytes that all ranks have sent."""
     mesh, whole = DeviceMesh((ranks,), ("cp",)), algorithm == "attention_gather"
     found = algorithm_named(algorithm)
@@ -94,6 +104,8 @@ def on_parts(algorithm, ranks, given, scale, known, of_output, of_sums):
         context = ShardContext(mesh, ("cp",), (), (), rank)
         keys = [Tensor(array) if whole else cut(array, rank) for array in (given[1], given[2], given[5])]
         args = cut(given[0], rank), *keys[:2], cut(given[3], rank), cut(given[4], rank), keys[2], scale, *known
+        if dropped:
+            args = *args, dropped[0], cut(dropped[1], rank), Tensor(dropped[2])
         with count_collectives() as forward:
             results = found.function(None, args, context)
         with count_collectives() as backward:
@@ -106,6 +118,23 @@ def on_parts(algorithm, ranks, given, scale, known, of_output, of_sums):
     join = [np.concatenate(output, 1), np.concatenate(sums, 2), np.concatenate(of_query, 1)]
     keys = [sum(each) if whole else np.concatenate(each, 1) for each in (of_key, of_value)]
     return [*join, *keys], np.sum(sent, 0)
+
+
+def staying(drop, own, draws, places):
+    """Factors of weights (batch, heads, length, key_length)."""
+    queries, keys = ([each.asnumpy() for each in both] for both in drawn_halves(*map(Tensor, (own, draws, places))))
+    low, high = (one[..., None] + other[:, None, None] for one, other in zip(queries, keys))
+    return (low * high < (1 - drop) * 2**32 - 2**31) / (1 - drop)
+
+
+def test_dropped_weights_are_independent():
+    """Their share of each head, and what neighbouring queries, keys, heads and samples have in common."""
+    places, draws = np.arange(128)[None], np.random.default_rng(0).integers(0, 1 << 24, (2, 3, 2))
+    stays = staying(0.25, places, draws, places) > 0
+    assert np.abs(stays.mean((2, 3)) - 0.75).max() < 0.02 and np.abs(stays.mean((0, 1)) - 0.75).mean() < 0.2
+    for dim in range(4):
+        both = stays & np.roll(stays, 1, dim)
+        assert abs(both.mean() - 0.75**2) < 0.01, dim
 
 
 def masked(random, kind, length):
@@ -141,9 +170,12 @@ def test_any_mask_in_any_order(count):
         slopes = [random.normal(size=size).astype(np.float32) for size in ((2, length, 4, 2), (2, 4, length))]
         order = order if random.random() < 0.7 else None
         algorithm = ("attention_ring", "attention_gather")[number % 2]
-        found, _ = on_parts(algorithm, ranks, given, 0.5, (order, reach, exact, "auto"), *slopes)
+        drop, draws = float(random.choice([0, 0.25])), random.integers(0, 1 << 24, (2, 4, 2)).astype(np.int32)
+        dropped = (drop, places[None], draws) if drop else None
+        found, _ = on_parts(algorithm, ranks, given, 0.5, (order, reach, exact, "auto"), *slopes, dropped)
         where = f"{number}: {algorithm}, {kind}, {ranks} ranks, {order}"
-        for one, other in zip(found, dense(*given, 0.5, *slopes), strict=True):
+        wanted = dense(*given, 0.5, *slopes, staying(*dropped, places[None]) if drop else 1)
+        for one, other in zip(found, wanted, strict=True):
             np.testing.assert_allclose(one, other, 1e-4, 2e-5, err_msg=where)
 
 

@@ -10,6 +10,7 @@ from functools import cache
 import mindspore as ms
 from mindspore import nn, ops
 
+from mindformers_core.algorithms.attention_dropout import drawn_halves, kept
 from mindformers_core.algorithms.attention_rows import HIDDEN, block_rows, is_known, token_rows
 from mindformers_core.algorithms.compiled import in_graph
 from mindformers_core.operators.visible_blocks import place_runs, visible_blocks
@@ -21,12 +22,13 @@ _largest, _positive, _ones_like = ops.ArgMaxWithValue(-1), ops.ReLU(), ops.OnesL
 _cast = ops.Cast()
 
 
-def attend_part(query, key, value, first, last, places, scale, blocks):
+def attend_part(query, key, value, first, last, places, scale, blocks, drop=0.0, own=None, draws=None):
     """Attention to a part of the keys, and the logarithms of its sums, by which outputs of several parts are merged.
 
     Args:
         query, key, value, first, last, places, scale: as of `attention`.
         blocks: of `visible_blocks`; ranges are masked by `first`, `last` and `places`.
+        drop, own, draws: as of `attend`.
 
     Returns:
         float32 (batch, length, heads, value_size), and float32 (batch, heads, length), `LOWEST` where nothing is seen.
@@ -34,6 +36,7 @@ def attend_part(query, key, value, first, last, places, scale, blocks):
     batch, _, heads, _ = query.shape
     groups = key.shape[2]
     queries, keys, values = _rows(query) * scale, _rows(key), _rows(value)
+    halves = drawn_halves(own, draws, places) if drop else None
     ranges = _distances(first, last, places, batch, blocks)
     outputs, sums = [], []
     for start, stop, hidden, rows, columns, taken, _ in block_rows(batch, heads, groups, key.shape[1], blocks):
@@ -43,6 +46,8 @@ def attend_part(query, key, value, first, last, places, scale, blocks):
         index, top = _largest(scores)
         weights = ops.softmax(scores, -1)
         largest = ops.gather_elements(weights, 3, ops.expand_dims(index, 3))
+        if drop:
+            weights = weights * kept(halves, drop, start, stop, columns, weights)
         output = _product(weights, _taken(values, taken, batch, groups))
         outputs.append(ops.reshape(output, (-1, values.shape[1])))
         sums.append(ops.reshape(ops.expand_dims(top, 3) - ops.log(largest), (batch, heads, stop - start)))
@@ -53,11 +58,13 @@ def attend_part(query, key, value, first, last, places, scale, blocks):
     return ops.reshape(output, (*query.shape[:3], value.shape[3])), sums * seen + (1.0 - seen) * LOWEST
 
 
-def attend_gradient(query, key, value, first, last, places, scale, blocks, sums, delta, gradient):
+def attend_gradient(
+    query, key, value, first, last, places, scale, blocks, sums, delta, gradient, drop=0.0, own=None, draws=None
+):
     """The gradients of query, key and value through a part of the keys, in float32.
 
     Args:
-        query, key, value, first, last, places, scale, blocks: as of `attend_part`.
+        query, key, value, first, last, places, scale, blocks, drop, own, draws: as of `attend_part`.
         sums: float32 (batch, heads, length), the logarithms of the sums of all parts.
         delta: float32 (batch, heads, length), the sum of the product of the whole output, of all parts, and its
             gradient, minus the gradient of `sums`.
@@ -68,6 +75,7 @@ def attend_gradient(query, key, value, first, last, places, scale, blocks, sums,
     queries, gradients = _rows(query) * scale, _rows(gradient)
     keys, values = _rows(key), _rows(value)
     longer_keys, longer_values = _with_column(keys), _with_column(values)
+    halves = drawn_halves(own, draws, places) if drop else None
     ranges = _distances(first, last, places, batch, blocks)
     sums = ops.where(ops.less(sums, LOWEST / 10), -LOWEST / 10, sums)  # rows that see nothing: all weights are 0
     nothing_of_key, nothing_of_value = keys[:1] * 0.0, values[:1] * 0.0
@@ -81,11 +89,16 @@ def attend_gradient(query, key, value, first, last, places, scale, blocks, sums,
         if hidden is not None:
             scores = scores + _hidden(hidden, ranges, start, stop, columns, scores.shape)
         weights = ops.exp(scores)
-        of_scores = weights * _by_rows(of_shifted, _taken(longer_values, taken, batch, groups))
+        of_weights, mixing = _by_rows(of_shifted, _taken(longer_values, taken, batch, groups)), weights
+        if drop:
+            stays = kept(halves, drop, start, stop, columns, weights)
+            of_weights = of_weights * stays + (stays - 1.0) * ops.reshape(delta[:, :, start:stop], shape)
+            mixing = weights * stays
+        of_scores = weights * of_weights
         of_query.append(ops.reshape(_product(of_scores, _taken(keys, taken, batch, groups)), (-1, size)))
         part = ops.reshape(_of_columns(of_scores, block), (-1, size))
         of_key = of_key + ops.gather(ops.cat((part, nothing_of_key), 0), back, 0)
-        part = ops.reshape(_of_columns(weights, of_block), (-1, value.shape[3]))
+        part = ops.reshape(_of_columns(mixing, of_block), (-1, value.shape[3]))
         of_value = of_value + ops.gather(ops.cat((part, nothing_of_value), 0), back, 0)
     of_query = ops.gather(ops.cat(of_query, 0), token_rows(batch, heads, blocks), 0) * scale
     return ops.reshape(of_query, query.shape), ops.reshape(of_key, key.shape), ops.reshape(of_value, value.shape)
@@ -158,16 +171,18 @@ def _hidden(hidden, ranges, start, stop, columns, shape):
 class _Attention(nn.Cell):
     """`attend_part` of all keys with its gradient, for PyNative."""
 
-    def __init__(self, scale, blocks):
+    def __init__(self, scale, blocks, drop):
         super().__init__(auto_prefix=False)
-        self.scale, self.blocks = scale, blocks
+        self.known, self.drop = (scale, blocks), drop
 
-    def construct(self, query, key, value, first, last, places):
-        output, sums = attend_part(query, key, value, first, last, places, self.scale, self.blocks)
+    def construct(self, query, key, value, first, last, places, own, draws):
+        known = *self.known, self.drop, own, draws
+        output, sums = attend_part(query, key, value, first, last, places, *known)
         return _cast(output, value.dtype), sums
 
-    def bprop(self, query, key, value, first, last, places, out, dout):
-        return _gradients(query, key, value, first, last, places, self.scale, self.blocks, out, dout)
+    def bprop(self, query, key, value, first, last, places, own, draws, out, dout):
+        given = query, key, value, first, last, places
+        return _gradients(given, self.known, out, dout, self.drop, own, draws)
 
 
 class _WithGradient(nn.Cell):
@@ -177,48 +192,56 @@ class _WithGradient(nn.Cell):
     `bprop` gets the results of the Cell's last call; no integers pass through it (see docs/mindspore.md).
     """
 
-    def __init__(self, scale, blocks):
+    def __init__(self, scale, blocks, drop):
         super().__init__(auto_prefix=False)
-        self.scale, self.blocks = scale, blocks
+        self.known, self.drop = (scale, blocks), drop
 
-    def construct(self, query, key, value, first, last, places, output, sums):
+    def construct(self, query, key, value, first, last, places, own, draws, output, sums):
         return ops.expand_dims(output, 0), ops.expand_dims(sums, 0)
 
-    def bprop(self, query, key, value, first, last, places, output, sums, out, dout):
-        results, gradients = (output, sums), (dout[0][0], dout[1][0])
-        found = _gradients(query, key, value, first, last, places, self.scale, self.blocks, results, gradients)
+    def bprop(self, query, key, value, first, last, places, own, draws, output, sums, out, dout):
+        given, results, gradients = (query, key, value, first, last, places), (output, sums), (dout[0][0], dout[1][0])
+        found = _gradients(given, self.known, results, gradients, self.drop, own, draws)
         return *found, ops.zeros_like(output), ops.zeros_like(sums)
 
 
 _attention, _with_gradient = cache(_Attention), cache(_WithGradient)
 
 
-def _gradients(query, key, value, first, last, places, scale, blocks, results, gradients):
-    """Those of the first six arguments, for those of both results."""
+def _gradients(given, known, results, gradients, drop, own, draws):
+    """Those of the tensors of `_Attention`, for those of both results."""
     output, sums = results
     gradient, of_sums = gradients
     products = _rows(output) * _rows(gradient)
     delta = _product(ops.expand_dims(products, 0), ops.reshape(_ones_like(products[:1]), (1, -1, 1)))
     delta = ops.transpose(ops.reshape(delta, output.shape[:3]), (0, 2, 1)) - of_sums
-    of_query, of_key, of_value = attend_gradient(
-        query, key, value, first, last, places, scale, blocks, sums, delta, gradient
-    )
-    found = _cast(of_query, query.dtype), _cast(of_key, key.dtype), _cast(of_value, value.dtype)
-    return *found, ops.zeros_like(first), ops.zeros_like(last), ops.zeros_like(places)
+    found = attend_gradient(*given, *known, sums, delta, gradient, drop, own, draws)
+    found = [_cast(each, x.dtype) for each, x in zip(found, given)]
+    return *found, *[ops.zeros_like(each) for each in (*given[3:], own, draws)]
 
 
 def attend(
-    query, key, value, first, last, places, scale, order=None, reach=(None, None), exact=False, algorithm="auto"
-):
-    """The operator `Attention`, whose arguments its function for models describes."""
+    query, key, value, first, last, places, scale, order=None, reach=(None, None), exact=False, algorithm="auto",
+    drop=0.0, own=None, draws=None,
+):  # fmt: skip
+    """The operator `Attention`, whose arguments its function for models describes.
+
+    Args:
+        drop: the probability with which a weight is 0.
+        own, draws: the places of queries, int32 (batch, length) or (1, length), and whole numbers below 2**24 that are
+            drawn, (batch, heads, 2); None where nothing is dropped.
+    """
     blocks = _blocks(query.shape, key.shape, order, reach, exact)
+    known = scale, blocks, drop
+    ranges = (first, last, places, own, draws) if drop else (first, last, places, first, places)
     if not in_graph():
-        return _attention(scale, blocks)(query, key, value, first, last, places)
-    ranges = _cast(first, ms.float32), _cast(last, ms.float32), _cast(places, ms.float32)
+        return _attention(*known)(query, key, value, *ranges)
+    first, last, places, own, draws = [_cast(each, ms.float32) for each in ranges]
     free = ops.stop_gradient(query), ops.stop_gradient(key), ops.stop_gradient(value)
-    output, sums = attend_part(*free, *ranges, scale, blocks)
+    output, sums = attend_part(*free, first, last, places, *known, own, draws)
     output = _cast(output, value.dtype)
-    outputs, all_sums = _with_gradient(scale, blocks)(query, key, value, *ranges, output, sums)
+    given = query, key, value, first, last, places, own, draws, output, sums
+    outputs, all_sums = _with_gradient(*known)(*given)
     return ops.reshape(outputs, output.shape), ops.reshape(all_sums, sums.shape)
 
 

@@ -18,7 +18,7 @@ from mindformers_core.operators.visible_blocks import visible_blocks
 _largest, _product, _cast, _sum = ops.ReduceMax(), ops.MatMul(), ops.Cast(), ops.ReduceSum()
 
 
-def add_part(output, sums, query, both, first, last, places, table, scale, known):
+def add_part(output, sums, query, both, first, last, places, table, scale, known, drop=0.0, own=None, draws=None):
     """Output and logarithms of sums of all chunks of queries, after those that slots add to them.
 
     Args:
@@ -29,9 +29,11 @@ def add_part(output, sums, query, both, first, last, places, table, scale, known
         table: of slots.
         scale: as of `attention`.
         known: arguments of `visible_blocks`, of one chunk each.
+        drop, own, draws: as of `attend_part`, places as a stack of chunks; draws are those of all.
     """
     count, batch, queries = query.shape[0], query.shape[1], table[1]
-    part, own = attend_part(*_picked(query, both, first, last, places, table), scale, visible_blocks(*known))
+    dropped, blocks = (drop, *_drawn(own, draws, table)), visible_blocks(*known)
+    part, own = attend_part(*_picked(query, both, first, last, places, table), scale, blocks, *dropped)
     part, own = _deep(part, batch), _deep(own, batch)
     if output is None:
         sums = ops.zeros((count, *own.shape[1:]), own.dtype) + LOWEST
@@ -45,12 +47,14 @@ def add_part(output, sums, query, both, first, last, places, table, scale, known
     return output / _for_tokens(total), ops.log(total) + top
 
 
-def part_gradient(query, both, first, last, places, table, sums, delta, gradient, scale, known):
+def part_gradient(
+    query, both, first, last, places, table, sums, delta, gradient, scale, known, drop=0.0, own=None, draws=None
+):
     """The gradients of the chunks of queries, and of keys and values side by side, through slots.
 
     Args:
         sums, delta, gradient: stacks of chunks, of `attend_gradient`.
-        query, both, first, last, places, table, scale, known: as of `add_part`.
+        query, both, first, last, places, table, scale, known, drop, own, draws: as of `add_part`.
     """
     count, batch, queries = query.shape[0], query.shape[1], table[1]
     of_query, of_key = table[3 : 3 + count], table[3 + count :]
@@ -58,7 +62,9 @@ def part_gradient(query, both, first, last, places, table, sums, delta, gradient
     sums = _flat(ops.where(active, ops.gather(sums, queries, 0), LOWEST))
     delta, gradient = _flat(ops.gather(delta, queries, 0)), _flat(ops.gather(gradient, queries, 0))
     given = _picked(query, both, first, last, places, table)
-    of_own, of_keys, of_values = attend_gradient(*given, scale, visible_blocks(*known), sums, delta, gradient)
+    of_own, of_keys, of_values = attend_gradient(
+        *given, scale, visible_blocks(*known), sums, delta, gradient, drop, *_drawn(own, draws, table)
+    )
     of_both = ops.cat((of_keys, of_values), 3)
     return _placed(of_query, _deep(of_own, batch)), _placed(of_key, _deep(of_both, batch))
 
@@ -71,6 +77,15 @@ def _picked(query, both, first, last, places, table):
     first, last, places = ops.gather(first, queries, 0), ops.gather(last, queries, 0), ops.gather(places, keys, 0)
     ranges = [_flat(ops.broadcast_to(each, shape)) for each in (first, last, places)]
     return rows, columns[:, :, :, :size], columns[:, :, :, size:], *ranges
+
+
+def _drawn(own, draws, table):
+    """The places of the queries of the slots, and the draws of their samples and heads, likewise."""
+    if draws is None:
+        return None, None
+    own, batch = ops.gather(own, table[1], 0), draws.shape[0]
+    own = _flat(ops.broadcast_to(own, (own.shape[0], batch, own.shape[2])))
+    return own, ops.cat((draws,) * table.shape[1], 0)
 
 
 def _placed(selected, x):

@@ -25,8 +25,17 @@ from mindformers_core.splitmix import GOLDEN
 WITHOUT_SEEDS = {"Dropout": 2}
 
 _BLOCK = 40  # bits: 9e10 draws, and 8e6 blocks
-_SEEDS, _OFFSETS = 0xD1342543DE82EF95, 0xAF251AF3B0F025B5  # factors of seeds and offsets in a counter
-_FIRST_COLUMN = 1 << 62  # columns count from here, so that no row has the same counter
+SEEDS, _OFFSETS = 0xD1342543DE82EF95, 0xAF251AF3B0F025B5  # factors of seeds and offsets in a counter
+FIRST_COLUMN = 1 << 62  # columns count from here, so that no row has the same counter
+
+
+def signed(number):
+    """The int64 with the last 64 bits of an unsigned number."""
+    number %= 1 << 64
+    return number - (1 << 64) if number >> 63 else number
+
+
+_FACTORS = signed(0xBF58476D1CE4E5B9), signed(0x94D049BB133111EB)  # of SplitMix64's output function
 
 
 def next_random_state():
@@ -88,18 +97,18 @@ def attention_with_dropout(operator, args, context):
     whole = *shape[:-1], key_length(args) // 8
     cut, mask = replace(context, output=(layout, whole)), 0
     for bit in range(8):  # a draw moves the generator by more than these
-        stays = ops.less_equal(uniform_bits(seed, offset + bit, cut), _threshold(args[11]))
+        stays = ops.less_equal(uniform_bits(seed, offset + bit, cut), threshold(args[11]))
         mask = ops.cast(stays, mstype.int32) * (1 << bit) + mask
     return operator(*args[:4], ops.cast(mask, mstype.uint8), *args[5:])
 
 
 def _dropped(x, keep_probability, seed, offset, context):
     bits = uniform_bits(seed, offset, context)
-    stays = ops.cast(ops.less_equal(bits, _threshold(keep_probability)), x.dtype)
+    stays = ops.cast(ops.less_equal(bits, threshold(keep_probability)), x.dtype)
     return x * stays * (1.0 / keep_probability if keep_probability else 0.0), stays
 
 
-def _threshold(probability):
+def threshold(probability):
     """The number t for which a uniform int32 is at most t with this probability."""
     return max(round(probability * 2**32) - 2**31 - 1, -(2**31))
 
@@ -110,27 +119,21 @@ def uniform_bits(seed, offset, context, has_rows=True):
     Without rows of a batch (`has_rows`) all blocks have the same numbers.
     """
     block = ops.bitwise_right_shift(offset, _BLOCK)
-    key = seed * _signed(_SEEDS) + offset * _signed(_OFFSETS) - block * _signed(_OFFSETS << _BLOCK)
+    key = seed * signed(SEEDS) + offset * signed(_OFFSETS) - block * signed(_OFFSETS << _BLOCK)
     _, shape = context.output
     row_count = math.prod(shape[: _first_column_dim(shape)]) if has_rows and shape else 0
-    keys = key + block * _signed(row_count * GOLDEN), key
-    halves = [_random_halves(counter + each) for counter, each in zip(context.random_counters, keys)]
+    keys = key + block * signed(row_count * GOLDEN), key
+    halves = [random_halves(counter + each) for counter, each in zip(context.random_counters, keys)]
     (low_rows, high_rows), (low_columns, high_columns) = halves
     return ops.reshape((low_rows + low_columns) * (high_rows + high_columns), context.local_shape)
 
 
-def _random_halves(state):
+def random_halves(state):
     """SplitMix64's output function as two int32s. The shifts are those of int64: they bring a number's sign along."""
-    state = ops.bitwise_xor(state, ops.bitwise_right_shift(state, 30)) * _signed(0xBF58476D1CE4E5B9)
-    state = ops.bitwise_xor(state, ops.bitwise_right_shift(state, 27)) * _signed(0x94D049BB133111EB)
+    state = ops.bitwise_xor(state, ops.bitwise_right_shift(state, 30)) * _FACTORS[0]
+    state = ops.bitwise_xor(state, ops.bitwise_right_shift(state, 27)) * _FACTORS[1]
     high = ops.bitwise_right_shift(state, 32)
     return ops.cast(ops.bitwise_xor(state, high), mstype.int32), ops.cast(high, mstype.int32)
-
-
-def _signed(number):
-    """The int64 with the last 64 bits of an unsigned number."""
-    number %= 1 << 64
-    return number - (1 << 64) if number >> 63 else number
 
 
 def counters(shape, slices):
@@ -147,7 +150,7 @@ def counters(shape, slices):
     """
     split = _first_column_dim(shape)
     rows = _flat_positions(shape[:split], slices[:split])
-    columns = _flat_positions(shape[split:], slices[split:]) + np.uint64(_FIRST_COLUMN)
+    columns = _flat_positions(shape[split:], slices[split:]) + np.uint64(FIRST_COLUMN)
     return tuple(((places + np.uint64(1)) * np.uint64(GOLDEN)).view(np.int64) for places in (rows[:, None], columns))
 
 

@@ -7,7 +7,7 @@ _DTYPE_KEYS = ("torch_dtype", "dtype")
 _ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # of texts, which no model computes with
 # what a checkpoint's tensors and their use don't depend on; dtypes are converted
-_OF_TRAINING = (*_DTYPE_KEYS, "initializer_range", "max_position_embeddings")
+_OF_TRAINING = (*_DTYPE_KEYS, "attention_dropout", "initializer_range", "max_position_embeddings")
 
 
 def tensor_name(spec):

@@ -67,11 +67,11 @@ class CoreAttention(nn.Cell):
 
     def __init__(self, config):
         super().__init__()
-        self.scale, self.algorithm = config.head_dim**-0.5, "auto"
+        self.scale, self.algorithm, self.dropout = config.head_dim**-0.5, "auto", config.attention_dropout
 
     def construct(self, query, key, value, first, last, places, order, exact):
         batch, length, heads, head_dim = query.shape
-        known = self.scale, order, (None, 0), exact, self.algorithm
+        known = self.scale, order, (None, 0), exact, self.algorithm, self.dropout if self.training else 0.0
         mixed, _ = attention(query, key, value, first, last, places, *known)
         return ops.reshape(mixed, (batch, length, heads * head_dim))
 

@@ -33,6 +33,7 @@ class LlamaConfig:
         rope_scaling: a `RopeScaling` of the rotary frequencies, or the dict of its keys. Default: not scaled.
         tie_word_embeddings: whether the output layer uses the embedding's weight. The first and the last stage of a
             pipeline both have this weight, under the same path: its gradient is the sum of both.
+        attention_dropout: the probability with which a weight of attention is 0 in training.
         initializer_range: standard deviation of the initial weights.
         dtype: of parameters and computation: float32, float16 or bfloat16.
         account_for_embedding_in_pipeline_split: whether the embedding counts as a layer in a split into equal stages.
@@ -61,6 +62,7 @@ class LlamaConfig:
     rope_theta: float = bounded(10000.0, above=0, at_most=1e12)
     rope_scaling: RopeScaling | None = None
     tie_word_embeddings: bool = False
+    attention_dropout: float = bounded(0.0, 0, below=1)
     initializer_range: float = bounded(0.02, above=0, at_most=100)
     dtype: str = "float32"
     account_for_embedding_in_pipeline_split: bool = False

@@ -135,10 +135,10 @@ _LLAMA_FORMAT = HuggingFaceFormat(
     (
         "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
         "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_theta",
-        "rope_scaling", "tie_word_embeddings", "initializer_range", "heterogeneous_block_specs",
+        "rope_scaling", "tie_word_embeddings", "attention_dropout", "initializer_range", "heterogeneous_block_specs",
     ),
     {
-        "hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0, "mlp_bias": False, "pretraining_tp": 1,
+        "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "pretraining_tp": 1,
         "quantization_config": None,
     },
     ignored=("*.rotary_emb.inv_freq",),

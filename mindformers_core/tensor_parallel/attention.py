@@ -1,6 +1,9 @@
 """Attention as one operator with a rule of its own, for keys in ranges of places."""
 
+from mindspore import ops
+
 from mindformers_core.algorithms.attention import attend
+from mindformers_core.algorithms.attention_dropout import DRAW_BITS
 from mindformers_core.dtensor.interception import custom_operator
 from mindformers_core.operators import Algorithm, register_algorithm, register_operator
 from mindformers_core.operators.registry import NO_GRADIENT
@@ -29,8 +32,9 @@ _attention = custom_operator("Attention", attend)
 
 
 def attention(
-    query, key, value, first, last, places, scale, order=None, reach=(None, None), exact=False, algorithm="auto"
-):
+    query, key, value, first, last, places, scale, order=None, reach=(None, None), exact=False, algorithm="auto",
+    dropout=0.0, own=None, sinks=None,
+):  # fmt: skip
     """Softmax attention of each query to the keys at its places, and the logarithm of softmax's sum.
 
     Every mask is a range of places for each query: query i sees key j where `first[i] <= places[j] < last[i]`. Causal:
@@ -54,9 +58,29 @@ def attention(
         exact: whether each query sees all keys within its reach. Default: no.
         algorithm: where an axis cuts the sequence: `gather` (of keys and values), `ring` (keys and values go round),
             `all_to_all` (the axis cuts heads in the sequence's place: it divides key_value_heads), or `auto`, by price.
+        dropout: the probability, below 1, with which a weight is 0; others are divided by 1 - dropout. Which ones,
+            depends on sample, head, places of query and key, and on MindSpore's generator, so is alike on any mesh.
+        own: places of queries, as `places`, which dropout needs. Default: those of the keys.
+        sinks: (heads,), logits of what each query of a head sees besides, without a value: an entry of softmax's sum
+            (Xiao et al., "Efficient Streaming Language Models with Attention Sinks", 2023, section 3.3).
 
     Returns:
         (batch, length, heads, value_size), of the dtype of `value`; and float32 (batch, heads, length), the lowest
-        number where a query sees no key.
+        number where a query sees no key and no sink.
+
+    Raises:
+        ValueError: a dropout outside of [0, 1).
     """
-    return _attention(query, key, value, first, last, places, scale, order, reach, exact, algorithm)
+    given = query, key, value, first, last, places, scale, order, reach, exact, algorithm
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout {dropout} of attention should be at least 0 and below 1")
+    if dropout:
+        draws = ops.randint(0, 1 << DRAW_BITS, (query.shape[0], query.shape[2], 2))
+        given = *given, dropout, places if own is None else own, draws
+    output, sums = _attention(*given)
+    if sinks is None:
+        return output, sums
+    sinks = ops.reshape(ops.cast(sinks, sums.dtype), (-1, 1))
+    share = ops.expand_dims(ops.transpose(ops.sigmoid(sums - sinks), (0, 2, 1)), 3)
+    total = ops.maximum(sums, sinks) + ops.log(ops.exp(-ops.abs(sums - sinks)) + 1.0)
+    return output * ops.cast(share, output.dtype), total

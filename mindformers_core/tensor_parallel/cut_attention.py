@@ -107,7 +107,7 @@ class _Cut:
     """One attention of a rank's queries; tensors are stacks of chunks (chunks, batch, …)."""
 
     def __init__(self, args, context, way):
-        query, self.key, self.value, first, last, places, self.scale, order, reach, exact, _ = args
+        query, self.key, self.value, first, last, places, self.scale, order, reach, exact, _, *dropped = args
         self.dtype = score_dtype(query)
         ranks, self.shape = context.count, query.shape
         self.order = chunk_order(order, ranks)
@@ -121,6 +121,8 @@ class _Cut:
         self.query, self.first, self.last = (_chunks(each, self.each) for each in (query, first, last))
         both = ops.cat((self.key, self.value), -1)
         self.both, self.places = (_chunks(each, self.way.count) for each in (both, places))
+        drop, own, draws = dropped or (0.0, None, None)
+        self.dropped = (drop, _chunks(own, self.each), draws) if drop else ()
 
     def forward(self):
         """Output and sums."""
@@ -128,7 +130,7 @@ class _Cut:
         for exchange in self.exchanges:
             chunks = self._taken(exchange)
             for known, table in self._tables(exchange):
-                output, sums = _add_part(output, sums, *chunks, table, self.scale, known)
+                output, sums = _add_part(output, sums, *chunks, table, self.scale, known, *self.dropped)
         return ops.cast(_whole(output), self.value.dtype), _rows(sums)
 
     def backward(self, output, sums, gradient, of_sums):
@@ -140,7 +142,7 @@ class _Cut:
         for exchange in self.exchanges:
             chunks, of_both = self._taken(exchange), None
             for known, table in self._tables(exchange):
-                found = _part_gradient(*chunks, table, sums, delta, gradient, self.scale, known)
+                found = _part_gradient(*chunks, table, sums, delta, gradient, self.scale, known, *self.dropped)
                 of_query = found[0] if of_query is None else of_query + found[0]
                 of_both = found[1] if of_both is None else of_both + found[1]
             of_both = ops.cast(of_both, self.key.dtype)

@@ -174,8 +174,9 @@ _WAYS = {  # of attention to a cut sequence -> attributes of its `Signature`, an
 
 
 def ranged_attention(
-    query, key, value, first, last, places, scale, order=None, reach=(None, None), exact=False, algorithm="auto"
-):
+    query, key, value, first, last, places, scale, order=None, reach=(None, None), exact=False, algorithm="auto",
+    drop=0.0, own=None, draws=None,
+):  # fmt: skip
     """The `Signature` of the operator `Attention`.
 
     Batch and heads are parallel. Where queries are cut, keys are gathered, or all go round in a ring, or an axis cuts
@@ -190,13 +191,16 @@ def ranged_attention(
         raise ValueError(
             f"unknown algorithm {algorithm!r}: choose one of {', '.join(_WAYS)}{nearest(algorithm, _WAYS)}"
         )
-    inputs = f"b s g*r d, b t g d, b t g v, {', '.join(texts)}"
     tensors = query, key, value, first, last, places
+    if drop:
+        texts += [f"{row.get(own.shape[0], 'b')} s", "b g*r N"]
+        tensors = *tensors, own, draws
+    inputs = f"b s g*r d, b t g d, b t g v, {', '.join(texts)}"
     ways, whole = _WAYS[algorithm]
     sizes = {"g": groups, "r": heads // groups}
     plain = equation(f"{inputs} -> b s g*r v, b g*r s", *tensors, sizes=sizes, whole=("d", "v", *whole), reduced={})
     part = 1.0 if order is None else visible_part(query.shape[1], reach)
-    return replace(plain, yielding=(1, 2, 3, 4, 5), part=part, **ways)
+    return replace(plain, yielding=tuple(range(1, len(tensors))), part=part, **ways)
 
 
 def attention_part(output, sums, query, both, *others):
