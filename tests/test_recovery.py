@@ -53,6 +53,7 @@ def test_a_killed_rank(start):
     check(job, [*before, *rows[len(before) :]])
     (loaded,) = [row for row in rows if "loaded_from_disk" in row]
     assert loaded["loaded_from_disk"] == 0 < loaded["loaded_from_memory"] and ", 0 bytes from disk" in said
+    assert re.search("plans and generated modules: 2 taken from .*/programs/rank_0\n", said), "none is made anew"
     assert loaded["step"] > len(before) - 3 and "exit code 137: restart 1" in said
     assert "warning: rank 1 is slow: a step takes it" in said and rows[5]["slow_rank"] == 1
     assert [path.name for path in (job.run / "checkpoint").iterdir()] == ["step_12"] and not memory.exists()

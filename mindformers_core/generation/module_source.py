@@ -110,7 +110,7 @@ class ModuleWriter:
         self.root, self.cells, self.is_observed = plan, cells, options.is_observed
         self.imports, self.variables = set(), set()
         self.observed, self.kept, self.constants, self.borrowed = [], [], {}, {}
-        plans, names = _distinct(plan), set(options.taken)
+        plans, names = distinct_plans(plan), set(options.taken)
         self.deferrals = deferrals(plans) if options.defer_weights else {}
         self._collectives, self._instances, self._separate = {}, {}, options.separate_collectives
         self._classes = {}  # lines of a class -> its name
@@ -265,9 +265,9 @@ def _text(value):
     return text.replace("'", '"')
 
 
-def _distinct(plan):
+def distinct_plans(plan):
     """The distinct plans below and including this one, callees first."""
-    below = [inner for call in plan.calls if call.plan is not None for inner in _distinct(call.plan)]
+    below = [inner for call in plan.calls if call.plan is not None for inner in distinct_plans(call.plan)]
     return list(dict.fromkeys([*below, plan]))
 
 

@@ -41,14 +41,14 @@ def save_plan(plan, path):
     write_whole(path, json.dumps(head | {"cells": cells}, indent=1, ensure_ascii=False) + "\n")
 
 
-def load_plan(path, graph, mesh, arguments, parameters, declarations=None, final=True):
+def load_plan(path, graph, mesh, arguments, parameters, declarations=None, final=True, algorithm=None):
     """Read a plan from a file of `save_plan`: the choices in the file are replayed without a search.
 
     Args:
         path: of the file.
         graph: the captured `CellGraph` of the same Cell, with inputs of the same shapes.
         mesh: a mesh with the plan's shape and axis names.
-        arguments, parameters, declarations, final: those of `propagate` when the plan was made.
+        arguments, parameters, declarations, final, algorithm: those of `propagate` when the plan was made.
 
     Returns:
         A `CellPlan` equal to the saved one, with the graphs of `graph`.
@@ -57,7 +57,7 @@ def load_plan(path, graph, mesh, arguments, parameters, declarations=None, final
         ValueError: the file is no plan, or has another version; mesh or graph differ from those of the plan, or
             another plan follows from the choices; the message names the first difference.
     """
-    with open(path, encoding="utf-8") as file, errors_at(f"{path} is no plan: ", kinds=(json.JSONDecodeError,)):
+    with open(path, encoding="utf-8") as file, errors_at(f"{path} is no plan: ", kinds=ValueError):
         data = json.load(file)
     if not isinstance(data, dict) or data.get("format") != _FORMAT:
         raise ValueError(f'{path} is no plan: save_plan() writes one, with "format": "{_FORMAT}"')
@@ -69,7 +69,7 @@ def load_plan(path, graph, mesh, arguments, parameters, declarations=None, final
         raise ValueError(f"{path} is a plan for the mesh ({found}), not for {mesh}: plan anew for this one")
     try:
         graph = lambda_lift(graph)
-        plan = _Replay(data, graph, mesh, parameters, declarations or {}).plan(graph, arguments, final)
+        plan = _Replay(data, graph, mesh, parameters, declarations or {}, algorithm).plan(graph, arguments, final)
         places = _places(plan)
         for saved, found in zip_longest(data["cells"], _distinct(places)):
             _compare(found.graph, saved["plan"], _plan_lines(found, places))
@@ -82,12 +82,12 @@ def load_plan(path, graph, mesh, arguments, parameters, declarations=None, final
 class _Replay(Propagation):
     """A propagation that replays the choices of a file; every call has the place of its `CellPlan` in the file."""
 
-    def __init__(self, data, graph, mesh, parameters, declarations):
+    def __init__(self, data, graph, mesh, parameters, declarations, algorithm):
         model = data["device_model"]
         pairs = {name: tuple((each, Link(**link)) for each, link in model[name]) for name in ("axis_links", "levels")}
         links = {name: model[name] and Link(**model[name]) for name in ("link", "host")}
         model = DeviceModel(**model | pairs | links)
-        super().__init__(mesh, parameters, declarations, model)
+        super().__init__(mesh, parameters, declarations, model, algorithm=algorithm)
         self._cells, self._places = data["cells"], {}
         self._locate(graph, 0)
 

@@ -5,6 +5,7 @@ what is deferred (`program.deferral`) and who passes weights (`program.passed_we
 """
 
 import logging
+from functools import partial
 
 from mindformers_core.capture.algorithm_graph import algorithm_of
 from mindformers_core.capture.capture import capture_with_state
@@ -67,12 +68,14 @@ def planned_call(tree, path, args, kwargs, saved_plan=None, passes=PLANNED):
     values = tree_leaves(graph.arguments)
     layouts = {value.id: layout for value, (_, _, layout) in zip(values, arriving, strict=True)}
     given = graph, tree.mesh, layouts, below(path, tree.parameter_layouts), below(path, tree.declarations)
+    load = partial(load_plan, final=path == "", algorithm=algorithm_of)
     if callable(saved_plan):
         plan, passes = saved_plan(graph), ()
     elif saved_plan is not None:
-        plan = load_plan(saved_plan, *given, final=path == "")
+        plan = load(saved_plan, *given)
     else:
-        plan = propagate(*given, tree.device_model, path == "", algorithm_of)
+        propagated = partial(propagate, *given, tree.device_model, path == "", algorithm_of)
+        plan = tree.kept.plan(path, given, tree.device_model, load, propagated) if tree.kept else propagated()
     check_plan(plan, final=path == "")
     if not tree.programs:
         _warn_of_undivided(tree, path, plan)

@@ -98,7 +98,11 @@ def make_program(tree, path, args, kwargs, signature, saved_plan=None):
     options = ModuleOptions(header, taken, tree.deferring, separate_collectives, process_state().observer.instruments)
     classes = below(path, tree.classes)
     key = generated, tuple(classes.items()), options
-    source = instrumentation.generated(key, lambda: write_module(generated, classes, options))
+    generate = partial(write_module, generated, classes, options)
+    if tree.kept and not options.is_observed:
+        facts = {**vars(options), "taken": sorted(taken)}, tree.compiling, classes
+        generate = partial(tree.kept.source, graph, generated, facts, generate)
+    source = instrumentation.generated(key, generate)
     tree.function_names.update(source.functions.values())
     name = source.functions[generated]
     module = load_module(name, source)

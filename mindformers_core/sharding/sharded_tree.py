@@ -59,6 +59,7 @@ class ShardedTree:
         compiled_cells: the `CompiledCells` that call the compiled parts of a running program, or None.
         arriving: name of an argument of the root -> the layout in which plain tensors come, where it isn't the declared
             one; None: plain tensors are global, not this rank's parts.
+        kept: the `KeptPrograms` of a job, or None.
         check_inputs: whether ranks compare the root's inputs before its first call with a signature.
     """
 
@@ -70,7 +71,7 @@ class ShardedTree:
         self._news = {}  # signature -> (what is new at each call, number of such calls in a row)
         self._runs = {}  # signature -> number of calls since the last of these
         self.running = self.prepared = self.views = self.training = self.deferred_gradients = None
-        self.compiling = self.compiled_cells = None
+        self.compiling = self.compiled_cells = self.kept = None
         self.deferring = False
         self.storage, self.activations = ParameterStorage(), ActivationPolicy()
         self._versions = 0  # number of changes that invalidate programs: Cells, Cells marked as eager

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections import UserDict
+from contextlib import suppress
 
 from mindformers_core.explaining import pictures
 from mindformers_core.files import lock_folder, write_whole
@@ -14,6 +15,7 @@ from mindformers_core.hints import install_hint
 from mindformers_core.recompute import write_curve
 from mindformers_core.scopes import errors_at
 from mindformers_core.sharding.inspecting import explain_activations
+from mindformers_core.trainer.kept_programs import PROGRAMS
 
 _BAR_WIDTH = 24
 _PATIENCE = 1.0  # seconds after which a row is due
@@ -100,7 +102,8 @@ def require_extras(recipe):
 def open_run_folder(folder, config_text, keep):
     """Make `folder`, with `config_text` as its config.yaml, and return its lock, an open file. Called on rank 0 only.
 
-    An earlier run in this folder is never overwritten: the folder is renamed to `folder.1`, `folder.2`, ….
+    An earlier run in this folder is never overwritten: the folder is renamed to `folder.1`, `folder.2`, …. Its kept
+    programs come back: they fit, or aren't taken.
 
     Args:
         folder: of the run.
@@ -115,6 +118,9 @@ def open_run_folder(folder, config_text, keep):
     if os.path.exists(os.path.join(folder, "config.yaml")) and not keep:
         moved = next(name for name in map(f"{folder}.{{}}".format, range(1, 10**6)) if not os.path.exists(name))
         os.rename(folder, moved)
+        os.makedirs(folder)
+        with suppress(FileNotFoundError):  # they are no record of a run
+            os.rename(os.path.join(moved, PROGRAMS), os.path.join(folder, PROGRAMS))
         print(f"an earlier run was moved to {moved}")
         lock.close()
         return open_run_folder(folder, config_text, keep)

@@ -27,12 +27,14 @@ from mindformers_core.recipe.loader import evaluated, load_recipe, recipe_to_yam
 from mindformers_core.recipe.sections import batch_plan
 from mindformers_core.scopes import errors_at
 from mindformers_core.sharding.replicas import check_replicas
+from mindformers_core.sharding.sharded_cells import tree_of
 from mindformers_core.supervised import step_counter, tell
 from mindformers_core.trainer import records
 from mindformers_core.trainer.cells import build_cells, check_patterns, loss_scale_of, placed_of
 from mindformers_core.trainer.checkpoints import checkpointer_of, going_on, reserve_memory, save_job
 from mindformers_core.trainer.evaluation import evaluate
 from mindformers_core.trainer.joining import enter_world
+from mindformers_core.trainer.kept_programs import KeptPrograms
 from mindformers_core.trainer.leaving import Leaving
 from mindformers_core.trainer.measuring import Pace, epochs, model_operations, peak_memory, waited
 from mindformers_core.trainer.memory import JobMemory
@@ -97,6 +99,9 @@ class Trainer:
         ms.set_seed(recipe.training.seed)
         start_recording(recipe, mesh, self.plan, self.rank)
         self.cells = build_cells(recipe, mesh, self.rank)
+        self._programs = KeptPrograms(recipe.training.output_dir, self.rank)
+        for net in self.cells.values():
+            tree_of(net).kept = self._programs
         read = batch_reader(recipe, self.plan, self.cells, self.rank, self.dataset)
         self._batches = Ahead(lambda consumed: read(self.dataset, consumed))
         ms.manual_seed(recipe.training.seed)  # after the constructors, of which stages call others
@@ -173,6 +178,7 @@ class Trainer:
                             if self.optimizer.average:
                                 with self.optimizer.average.in_place():
                                     row.update((f"average_{name}", each) for name, each in self.evaluate().items())
+                        self._programs.write()
                         yield row
                     finally:
                         recorder.add(row, is_due or at_end or leaves or self._memory.is_due(self))
