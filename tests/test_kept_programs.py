@@ -101,11 +101,12 @@ class Doubling(nn.Cell):
         return ops.relu(self.seen) * self.table
 
 
-def doubled(folder, rows=4, size=8, axis="dp", ranks=(0, 1, 2, 3), device_model=None):
+def doubled(folder, rows=4, size=8, axis="dp", ranks=(0, 1, 2, 3), device_model=None, defers=False):
     """What is told of a `Doubling` whose programs are kept in a folder, and its program."""
     kept, mesh = KeptPrograms(folder, 0), init_device_mesh((2, 2), ("dp", "tp"), ranks)
     net = shard(Doubling(size), mesh, plan={"": {"input": layout(axis)}}, device_model=device_model)
-    tree_of(net).kept = kept
+    tree_of(net).kept, tree_of(net).deferring = kept, defers
+    tree_of(net).deferred_gradients = SimpleNamespace(attach=id)
     made = prepare(net, tensor_meta((rows, 8), "float32"))
     kept.write()
     return made
@@ -113,6 +114,7 @@ def doubled(folder, rows=4, size=8, axis="dp", ranks=(0, 1, 2, 3), device_model=
 
 CHANGES = {
     "nothing": (lambda patch: {}, 0),
+    "how gradients of weights are computed": (lambda patch: {"defers": True}, 1),
     "shapes": (lambda patch: {"rows": 6}, 2),
     "the model": (lambda patch: {"size": 12}, 2),
     "layouts": (lambda patch: {"axis": "tp"}, 2),
@@ -120,7 +122,7 @@ CHANGES = {
     "the device model": (lambda patch: {"device_model": GPU}, 2),
     "MindSpore": (lambda patch: patch.setattr(kept_programs.ms, "__version__", "99") or {}, 2),
     "this package": (lambda patch: patch.setattr(kept_programs, "_PACKAGE", kept_programs._PACKAGE / "data") or {}, 2),
-    "its training flag": (lambda patch: patch.setattr(Doubling, "construct", _written_elsewhere) or {}, 2),
+    "lines of the source": (lambda patch: patch.setattr(Doubling, "construct", _written_elsewhere) or {}, 2),
 }
 
 
@@ -140,7 +142,7 @@ def test_what_changes_is_made_anew(tmp_path, made, monkeypatch, capsys, change):
     assert len(made) == count
     said = capsys.readouterr().out
     assert said.startswith(f"plans and generated modules: {2 - count} taken from {tmp_path}/programs/rank_0")
-    assert (", 2 made anew: none fits" in said) == (count == 2)
+    assert (f", {count} made anew: none fits" in said) == (count > 0)
     if not count:
         same(before, again)
 
