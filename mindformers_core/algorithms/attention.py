@@ -13,7 +13,8 @@ from mindspore import nn, ops
 from mindformers_core.algorithms.attention_dropout import drawn_halves, kept
 from mindformers_core.algorithms.attention_rows import HIDDEN, block_rows, is_known, token_rows
 from mindformers_core.algorithms.compiled import in_graph
-from mindformers_core.operators.visible_blocks import place_runs, visible_blocks
+from mindformers_core.algorithms.fused_attention import attend_fused, attend_fused_gradient, fits_kernel
+from mindformers_core.operators.visible_blocks import is_band, place_runs, visible_band, visible_blocks
 
 LOWEST = -3.4028234663852886e38  # of float32: the logarithm of a sum of nothing
 _SCORES = 1 << 20  # of a block, in all heads of a batch: they fit in a processor's cache
@@ -27,12 +28,14 @@ def attend_part(query, key, value, first, last, places, scale, blocks, drop=0.0,
 
     Args:
         query, key, value, first, last, places, scale: as of `attention`.
-        blocks: of `visible_blocks`; ranges are masked by `first`, `last` and `places`.
+        blocks: of `visible_blocks`, whose ranges are masked by `first`, `last` and `places`; or a `visible_band`.
         drop, own, draws: as of `attend`.
 
     Returns:
         float32 (batch, length, heads, value_size), and float32 (batch, heads, length), `LOWEST` where nothing is seen.
     """
+    if is_band(blocks):
+        return attend_fused(query, key, value, scale, blocks)
     batch, _, heads, _ = query.shape
     groups = key.shape[2]
     queries, keys, values = _rows(query) * scale, _rows(key), _rows(value)
@@ -70,6 +73,8 @@ def attend_gradient(
             gradient, minus the gradient of `sums`.
         gradient: of the whole output, (batch, length, heads, value_size).
     """
+    if is_band(blocks):
+        return attend_fused_gradient(query, key, value, scale, blocks, sums, delta, gradient)
     batch, _, heads, size = query.shape
     groups, key_length = key.shape[2], key.shape[1]
     queries, gradients = _rows(query) * scale, _rows(gradient)
@@ -231,7 +236,8 @@ def attend(
         own, draws: the places of queries, int32 (batch, length) or (1, length), and whole numbers below 2**24 that are
             drawn, (batch, heads, 2); None where nothing is dropped.
     """
-    blocks = _blocks(query.shape, key.shape, order, reach, exact)
+    kernel = query.dtype, query.shape[3], value.shape[3], drop
+    blocks = _blocks(query.shape, key.shape, order, reach, exact, kernel)
     known = scale, blocks, drop
     ranges = (first, last, places, own, draws) if drop else (first, last, places, first, places)
     if not in_graph():
@@ -246,9 +252,13 @@ def attend(
 
 
 @cache
-def _blocks(query, key, order, reach, is_exact):
-    """`visible_blocks` of tensors of these shapes."""
+def _blocks(query, key, order, reach, is_exact, kernel):
+    """`visible_blocks` of tensors of these shapes, or a `visible_band`; `kernel`: arguments of `fits_kernel`."""
     (batch, length, heads, _), key_length = query, key[1]
+    if order == (0,) and length == key_length and fits_kernel(*kernel):
+        band = visible_band(length, 0, reach, is_exact)
+        if band:
+            return band
     rows = max(128, min(length // 8, _SCORES // (batch * heads * key_length)))
     if order is None:
         order, reach, is_exact = (0,), (None, None), False

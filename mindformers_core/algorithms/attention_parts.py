@@ -13,7 +13,7 @@ import mindspore as ms
 from mindspore import ops
 
 from mindformers_core.algorithms.attention import LOWEST, attend_gradient, attend_part
-from mindformers_core.operators.visible_blocks import visible_blocks
+from mindformers_core.operators.visible_blocks import known_blocks
 
 _largest, _product, _cast, _sum = ops.ReduceMax(), ops.MatMul(), ops.Cast(), ops.ReduceSum()
 
@@ -28,11 +28,11 @@ def add_part(output, sums, query, both, first, last, places, table, scale, known
         both, places: chunks of keys and values, side by side, and places of the keys.
         table: of slots.
         scale: as of `attention`.
-        known: arguments of `visible_blocks`, of one chunk each.
+        known: a `visible_band`, or arguments of `visible_blocks`, of one chunk each.
         drop, own, draws: as of `attend_part`, places as a stack of chunks; draws are those of all.
     """
     count, batch, queries = query.shape[0], query.shape[1], table[1]
-    dropped, blocks = (drop, *_drawn(own, draws, table)), visible_blocks(*known)
+    dropped, blocks = (drop, *_drawn(own, draws, table)), known_blocks(known)
     part, own = attend_part(*_picked(query, both, first, last, places, table), scale, blocks, *dropped)
     part, own = _deep(part, batch), _deep(own, batch)
     if output is None:
@@ -63,7 +63,7 @@ def part_gradient(
     delta, gradient = _flat(ops.gather(delta, queries, 0)), _flat(ops.gather(gradient, queries, 0))
     given = _picked(query, both, first, last, places, table)
     of_own, of_keys, of_values = attend_gradient(
-        *given, scale, visible_blocks(*known), sums, delta, gradient, drop, *_drawn(own, draws, table)
+        *given, scale, known_blocks(known), sums, delta, gradient, drop, *_drawn(own, draws, table)
     )
     of_both = ops.cat((of_keys, of_values), 3)
     return _placed(of_query, _deep(of_own, batch)), _placed(of_key, _deep(of_both, batch))

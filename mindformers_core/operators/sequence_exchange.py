@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from itertools import product
 
-from mindformers_core.operators.visible_blocks import visible_blocks
+from mindformers_core.operators.visible_blocks import known_blocks, visible_band
 
 
 @dataclass(frozen=True)
@@ -12,7 +12,8 @@ class Product:
     """Products of chunks of queries and chunks of keys that are alike, as many on every rank.
 
     Attributes:
-        known: arguments of `visible_blocks`, of one chunk each; shorter than the blocks, of which there may be many.
+        known: a `visible_band`, or arguments of `visible_blocks`, of one chunk each; shorter than the blocks, of which
+            there may be many.
         slots: for every rank a tuple of (chunk of its queries, chunk of the giver's keys, whether it is one at all).
     """
 
@@ -42,13 +43,14 @@ def chunk_order(order, ranks):
     return tuple(chunk * times + number for chunk in order for number in range(times))
 
 
-def chunk_blocks(length, order, reach, is_exact, rows):
+def chunk_blocks(length, order, reach, is_exact, rows, has_kernel=False):
     """Function from the number of chunks by which queries lie behind keys to a `known`; None: they see none.
 
     Args:
         length: of a chunk, in tokens.
         order, reach, is_exact: as of `attention`; without an order nothing is known.
         rows: as of `visible_blocks`.
+        has_kernel: whether a band is computed as one: `visible_band` is what is known then.
     """
     if order is None:
         return lambda gap: (((0, 0, length),), ((0, 0, length),), (None, None), False, rows)
@@ -59,8 +61,8 @@ def chunk_blocks(length, order, reach, is_exact, rows):
         limit = before if gap > 0 else after
         if gap and limit is not None and limit < nearest:
             return None
-        start = abs(gap) * length
-        return ((0, start + gap * length, length),), ((0, start, length),), reach, is_exact, rows
+        start, band = abs(gap) * length, visible_band(length, gap, reach, is_exact) if has_kernel else None
+        return band or (((0, start + gap * length, length),), ((0, start, length),), reach, is_exact, rows)
 
     return known_of
 
@@ -84,7 +86,7 @@ def exchanges(order, ranks, known_of):
             giver = (rank - distance) % ranks
             known = known_of(order[rank * each + query] - order[giver * each + key])
             if known is not None:
-                _, slots = pairs.setdefault(visible_blocks(*known), (known, [[] for _ in range(ranks)]))
+                _, slots = pairs.setdefault(known_blocks(known), (known, [[] for _ in range(ranks)]))
                 slots[rank].append((query, key, True))
                 needed[key].add(giver)
         products = []

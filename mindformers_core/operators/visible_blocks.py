@@ -52,6 +52,34 @@ def visible_blocks(queries, keys, reach, is_exact, rows):
     return tuple(blocks)
 
 
+def visible_band(length, gap, reach, is_exact):
+    """Of a chunk of queries and one of keys (before, after): how many keys each query sees around its own index.
+
+    None: any. The result is None where it isn't a band by which each query sees some key.
+
+    Args:
+        length: of both, in tokens.
+        gap: number of chunks by which queries lie behind keys.
+        reach, is_exact: as of `attention`.
+
+    >>> visible_band(8, 0, (None, 0), True), visible_band(8, 1, (None, 0), True), visible_band(8, 1, (11, 0), True)
+    ((None, 0), (None, None), (3, None))
+    """
+    sides = ((None if each is None else each + sign * gap * length) for each, sign in zip(reach, (-1, 1)))
+    before, after = (None if each is None or each >= length - 1 else each for each in sides)
+    return None if not is_exact or min(before or 0, after or 0) < 0 else (before, after)
+
+
+def is_band(blocks):
+    """Whether it is a `visible_band`, in the place of blocks, or of the arguments of `visible_blocks`."""
+    return not isinstance(blocks[0], tuple)
+
+
+def known_blocks(known):
+    """The blocks of arguments of `visible_blocks`; or a `visible_band`, as it is."""
+    return known if is_band(known) else visible_blocks(*known)
+
+
 def visible_part(length, reach):
     """The part of the scores of a sequence that lies within the `reach` of its queries."""
     found = length

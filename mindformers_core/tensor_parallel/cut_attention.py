@@ -14,6 +14,7 @@ from mindspore import Tensor, dtype as mstype, ops
 
 from mindformers_core.algorithms.attention import score_dtype
 from mindformers_core.algorithms.attention_parts import add_part, part_gradient
+from mindformers_core.algorithms.fused_attention import fits_kernel
 from mindformers_core.dtensor.interception import custom_operator
 from mindformers_core.operators.sequence_exchange import chunk_blocks, chunk_order, exchanges
 
@@ -115,13 +116,14 @@ class _Cut:
         self.length = query.shape[1] // self.each
         self.is_known = order is not None
         rows = max(16, min(self.length // 8, _SCORES // (query.shape[0] * query.shape[2] * self.length)))
-        known = self.length, order, reach, exact, rows
+        drop, own, draws = dropped or (0.0, None, None)
+        has_kernel = fits_kernel(query.dtype, query.shape[3], self.value.shape[3], drop)
+        known = self.length, order, reach, exact, rows, has_kernel
         self.exchanges = _exchanges(self.order, ranks, known)
         self.context, self.way = context, way(context, self.each)
         self.query, self.first, self.last = (_chunks(each, self.each) for each in (query, first, last))
         both = ops.cat((self.key, self.value), -1)
         self.both, self.places = (_chunks(each, self.way.count) for each in (both, places))
-        drop, own, draws = dropped or (0.0, None, None)
         self.dropped = (drop, _chunks(own, self.each), draws) if drop else ()
 
     def forward(self):
