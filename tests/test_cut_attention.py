@@ -1,10 +1,13 @@
 """Attention over a cut sequence: each algorithm, chosen or declared, against one card."""
 
+import re
+
 import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn
 from support.algorithm_prices import eager_price, program_price
+from support.launch import ROOT
 from support.verified_calls import MESH, Sample, check_of, eager, numbers
 
 from mindformers_core.algorithms.attention_dropout import drawn_halves
@@ -18,7 +21,7 @@ from mindformers_core.mesh import DeviceMesh
 from mindformers_core.operators import tensor_meta
 from mindformers_core.operators.registry import algorithm_named
 from mindformers_core.operators.rules.attention import ranged_attention
-from mindformers_core.program.plan import OperatorPlan
+from mindformers_core.program.plan import OperatorPlan, Redistribution
 from mindformers_core.propagation.algorithms import algorithm_steps, own_gradient_steps
 from mindformers_core.sharding.inspecting import prepare
 from mindformers_core.tensor_parallel import shard
@@ -263,7 +266,13 @@ class Called(nn.Cell):
 
 
 def planned(function, mesh, *arrays):
-    """The `OperatorPlan`s of attentions, where all arrays are cut along dim 1, and so is the result."""
+    """The `OperatorPlan`s of attentions: see `instructions`."""
+    found = instructions(function, mesh, *arrays)
+    return [each for each in found if isinstance(each, OperatorPlan) and each.node.operator == "Attention"]
+
+
+def instructions(function, mesh, *arrays):
+    """Those of a plan where all arrays are cut along dim 1, and so is the result."""
     cut = layout(None, mesh.axis_names[0], ...)
     with rank_of(mesh.size, 0):
         plan = {
@@ -274,8 +283,25 @@ def planned(function, mesh, *arrays):
         }
         cell = shard(Called(function).set_train(), mesh, plan=plan)
         parts = [tensor_meta((x.shape[0], x.shape[1] // mesh.size, *x.shape[2:]), str(x.dtype)) for x in arrays]
-        found = prepare(cell, *parts).plan.instructions
-    return [each for each in found if isinstance(each, OperatorPlan) and each.node.operator == "Attention"]
+        return prepare(cell, *parts).plan.instructions
+
+
+@pytest.mark.parametrize("algorithm", ["gather", "all_to_all"])
+def test_bytes_are_those_of_the_page(algorithm):
+    """The formula of docs/long_sequences.md, that of anchors, for queries, keys, values and output; backward, too."""
+    sizes = {"b": 2, "s": 16, "P": 4, "e": 4, "h": 8 * 3, "h_kv": 4 * 3}
+    page = (ROOT / "docs" / "long_sequences.md").read_text(encoding="utf-8")
+    formula = re.search(rf"^\|[^|]*\| `{algorithm}`[^|]*\| `([^`]*)` \|", page, re.MULTILINE)[1]
+    nbytes = eval(re.sub(r"(?<=[\w)]) (?=[\w(])", " * ", formula), sizes)
+    given, where = [np.zeros((2, 16, heads, 3), np.float32) for heads in (8, 4, 4)], np.arange(16, dtype=np.int32)[None]
+
+    def attend(query, key, value, where):
+        return attention(query, key, value, where * 0, where + 1, where, 0.5, (0,), (None, 0), True, algorithm)
+
+    found = instructions(attend, DeviceMesh((4,), ("cp",)), *given, where)
+    moves = [each for each in found if isinstance(each, Redistribution) and len(each.value.shape) == 4]
+    steps = [step for each in moves for step in each.steps]
+    assert [sum(step.forward[1] for step in steps), sum(step.backward[1] for step in steps)] == [nbytes, nbytes]
 
 
 @pytest.mark.parametrize("copies, dims", [(1, HEADS), (2, HEADS), (4, ROWS), (8, ROWS)])
