@@ -1,9 +1,13 @@
 """Attention over a cut sequence: each algorithm, chosen or declared, against one card."""
 
+import re
+
+import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn
 from support.algorithm_prices import eager_price, program_price
+from support.launch import ROOT
 from support.verified_calls import MESH, Sample, check_of, eager, numbers
 
 from mindformers_core.algorithms.attention_dropout import drawn_halves
@@ -16,7 +20,8 @@ from mindformers_core.layout import Layout, layout
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.operators import tensor_meta
 from mindformers_core.operators.registry import algorithm_named
-from mindformers_core.program.plan import OperatorPlan
+from mindformers_core.operators.rules.attention import ranged_attention
+from mindformers_core.program.plan import OperatorPlan, Redistribution
 from mindformers_core.propagation.algorithms import algorithm_steps, own_gradient_steps
 from mindformers_core.sharding.inspecting import prepare
 from mindformers_core.tensor_parallel import shard
@@ -36,6 +41,16 @@ def causal(algorithm, dropout=0.0):
         return attention(query, key, value, own * 0, own + 1, places, 0.5, *known)
 
     return attend
+
+
+def in_bfloat16(attend):
+    """The same with query, key and value rounded, and so the result."""
+
+    def rounded(*given):
+        output, sums = attend(*(each.astype(ms.bfloat16) for each in given[:3]), given[3])
+        return output.astype(ms.float32), sums
+
+    return rounded
 
 
 def attentions(check):
@@ -70,6 +85,8 @@ def test_each_algorithm(algorithm, cut, found, dropout):
             assert eager_price(plan) == program_price(plan)
     if not dropout:  # here all ranks have one generator
         eager(sample)
+        sample.function = in_bfloat16(sample.function)
+        eager(sample, rtol=2**-7, atol=2**-8)  # values are below 2, and each part's result is rounded
 
 
 def dense(query, key, value, first, last, places, scale, of_output, of_sums, stays=1):
@@ -92,8 +109,11 @@ def dense(query, key, value, first, last, places, scale, of_output, of_sums, sta
     return output, sums, np.einsum("bhst,bthd->bshd", slopes, whole_key) * scale, *grouped
 
 
-def on_parts(algorithm, ranks, given, scale, known, of_output, of_sums, dropped=None):
-    """What an algorithm and its gradient give, of all ranks together; and the bytes that all ranks have sent."""
+def on_parts(algorithm, ranks, given, scale, known, of_output, of_sums, dropped=None, dtype=ms.float32):
+    """What an algorithm and its gradient give, of all ranks together; and the bytes that all ranks have sent.
+
+    Query, key and value are of a dtype, and so are their gradients.
+    """
     mesh, whole = DeviceMesh((ranks,), ("cp",)), algorithm == "attention_gather"
     found = algorithm_named(algorithm)
 
@@ -103,7 +123,8 @@ def on_parts(algorithm, ranks, given, scale, known, of_output, of_sums, dropped=
     def work(rank):
         context = ShardContext(mesh, ("cp",), (), (), rank)
         keys = [Tensor(array) if whole else cut(array, rank) for array in (given[1], given[2], given[5])]
-        args = cut(given[0], rank), *keys[:2], cut(given[3], rank), cut(given[4], rank), keys[2], scale, *known
+        floats = [each.astype(dtype) for each in (cut(given[0], rank), *keys[:2])]
+        args = *floats, cut(given[3], rank), cut(given[4], rank), keys[2], scale, *known
         if dropped:
             args = *args, dropped[0], cut(dropped[1], rank), Tensor(dropped[2])
         with count_collectives() as forward:
@@ -111,7 +132,8 @@ def on_parts(algorithm, ranks, given, scale, known, of_output, of_sums, dropped=
         with count_collectives() as backward:
             slopes = found.gradient(args, results, (cut(of_output, rank), cut(of_sums, rank, 2)), context)
         sent = [sum(nbytes for _, nbytes in counts.values()) for counts in (forward, backward)]
-        return [each.asnumpy() for each in (*results, *slopes)], sent
+        assert [each.dtype for each in (results[0], *slopes)] == [dtype] * 4
+        return [each.astype(ms.float32).asnumpy() for each in (*results, *slopes)], sent
 
     parts, sent = zip(*SimulatedRanks(ranks).run(work))
     output, sums, of_query, of_key, of_value = zip(*parts)
@@ -179,6 +201,35 @@ def test_any_mask_in_any_order(count):
             np.testing.assert_allclose(one, other, 1e-4, 2e-5, err_msg=where)
 
 
+def test_places_that_float32_does_not_tell_apart():
+    query, key = (1, 8, 2, 4), (1, 2**24 + 1, 2, 4)
+    row = tensor_meta((1, 8), "int32"), tensor_meta((1, 8), "int32"), tensor_meta((1, 2**24 + 1), "int32")
+    tensors = tensor_meta(query, "float32"), tensor_meta(key, "float32"), tensor_meta(key, "float32"), *row
+    with pytest.raises(ValueError, match=r"key \(1, 16777217, 2, 4\) has 16,777,217 places: masks tell 16,777,216"):
+        ranged_attention(*tensors, 0.5)
+
+
+@pytest.mark.parametrize("algorithm", ["attention_ring", "attention_gather"])
+def test_halves_against_one_card(algorithm):
+    """In bfloat16: sums over 8 ranks are of float32, so that errors don't grow with the number of ranks."""
+    length, own, draw = 16, np.arange(16, dtype=np.int32)[None], np.random.default_rng(0)
+    shapes = [(1, length, heads, 4) for heads in (4, 2, 2, 4)]
+    *given, of_output = (draw.normal(size=shape).astype(np.float32) for shape in shapes)
+    ranges, of_sums = (own * 0, own + 1, own), np.ones((1, 4, length), np.float32)
+    known = (0,), (None, 0), True, "auto"
+
+    def loss(*halves):
+        output, sums = attention(*halves, *map(Tensor, ranges), 0.5, *known)
+        return (output.astype(ms.float32) * Tensor(of_output)).sum() + (sums * Tensor(of_sums)).sum(), output, sums
+
+    halves = [Tensor(each).astype(ms.bfloat16) for each in given]
+    (_, *results), slopes = ms.value_and_grad(loss, (0, 1, 2), has_aux=True)(*halves)
+    found, _ = on_parts(algorithm, 8, [*given, *ranges], 0.5, known, of_output, of_sums, dtype=ms.bfloat16)
+    for one, other in zip(found, (*results, *slopes), strict=True):
+        other = other.astype(ms.float32).asnumpy()
+        np.testing.assert_allclose(one, other, 2**-7, 2**-8 * np.abs(other).max())
+
+
 @pytest.mark.parametrize(
     "order, reach, share",
     [((0, 1, 2, 3), (None, 0), 1 / 2), ((0, 7, 1, 6, 2, 5, 3, 4), (None, 0), 3 / 4), (None, (None, 0), 1)],
@@ -215,7 +266,13 @@ class Called(nn.Cell):
 
 
 def planned(function, mesh, *arrays):
-    """The `OperatorPlan`s of attentions, where all arrays are cut along dim 1, and so is the result."""
+    """The `OperatorPlan`s of attentions: see `instructions`."""
+    found = instructions(function, mesh, *arrays)
+    return [each for each in found if isinstance(each, OperatorPlan) and each.node.operator == "Attention"]
+
+
+def instructions(function, mesh, *arrays):
+    """Those of a plan where all arrays are cut along dim 1, and so is the result."""
     cut = layout(None, mesh.axis_names[0], ...)
     with rank_of(mesh.size, 0):
         plan = {
@@ -226,8 +283,25 @@ def planned(function, mesh, *arrays):
         }
         cell = shard(Called(function).set_train(), mesh, plan=plan)
         parts = [tensor_meta((x.shape[0], x.shape[1] // mesh.size, *x.shape[2:]), str(x.dtype)) for x in arrays]
-        found = prepare(cell, *parts).plan.instructions
-    return [each for each in found if isinstance(each, OperatorPlan) and each.node.operator == "Attention"]
+        return prepare(cell, *parts).plan.instructions
+
+
+@pytest.mark.parametrize("algorithm", ["gather", "all_to_all"])
+def test_bytes_are_those_of_the_page(algorithm):
+    """The formula of docs/long_sequences.md, that of anchors, for queries, keys, values and output; backward, too."""
+    sizes = {"b": 2, "s": 16, "P": 4, "e": 4, "h": 8 * 3, "h_kv": 4 * 3}
+    page = (ROOT / "docs" / "long_sequences.md").read_text(encoding="utf-8")
+    formula = re.search(rf"^\|[^|]*\| `{algorithm}`[^|]*\| `([^`]*)` \|", page, re.MULTILINE)[1]
+    nbytes = eval(re.sub(r"(?<=[\w)]) (?=[\w(])", " * ", formula), sizes)
+    given, where = [np.zeros((2, 16, heads, 3), np.float32) for heads in (8, 4, 4)], np.arange(16, dtype=np.int32)[None]
+
+    def attend(query, key, value, where):
+        return attention(query, key, value, where * 0, where + 1, where, 0.5, (0,), (None, 0), True, algorithm)
+
+    found = instructions(attend, DeviceMesh((4,), ("cp",)), *given, where)
+    moves = [each for each in found if isinstance(each, Redistribution) and len(each.value.shape) == 4]
+    steps = [step for each in moves for step in each.steps]
+    assert [sum(step.forward[1] for step in steps), sum(step.backward[1] for step in steps)] == [nbytes, nbytes]
 
 
 @pytest.mark.parametrize("copies, dims", [(1, HEADS), (2, HEADS), (4, ROWS), (8, ROWS)])

@@ -13,11 +13,12 @@ SHARDS = {"data_parallel_shard": 16, "zero_level": 3}
 
 
 CASES = [
-    (SHARDS, {"vocab_size": 528}, (1, 2, 2, 1), 2, {"vocab_size": 258}),  # 16 x 2 don't divide 528, nor 2 x 2 258
-    (SHARDS | {"data_parallel_shard": 48}, {}, (1, 3, 2, 1), 2, {}),  # 48 and 3 don't divide sizes that 2 divide
-    (SHARDS | {"tensor_parallel": 8}, {"num_key_value_heads": 8}, (1, 2, 4, 1), 2, {"num_key_value_heads": 4}),
-    ({"pipeline_parallel": 6, "data_parallel_replicate": 4}, {}, (2, 2, 2, 3), 6, {}),
-    ({"pipeline_parallel": 4}, {}, (1, 2, 2, 4), 8, {}),  # 16 ranks are few
+    (SHARDS, {"vocab_size": 528}, (1, 2, 1, 2, 1), 2, {"vocab_size": 258}),  # 16 x 2 don't divide 528, nor 2 x 2 258
+    (SHARDS | {"data_parallel_shard": 48}, {}, (1, 3, 1, 2, 1), 2, {}),  # 48 and 3 don't divide sizes that 2 divide
+    (SHARDS | {"tensor_parallel": 8}, {"num_key_value_heads": 8}, (1, 2, 1, 4, 1), 2, {"num_key_value_heads": 4}),
+    ({"pipeline_parallel": 6, "data_parallel_replicate": 4}, {}, (2, 2, 1, 2, 3), 6, {}),
+    ({"pipeline_parallel": 4}, {}, (1, 2, 1, 2, 4), 8, {}),  # 16 ranks are few
+    ({"context_parallel": 8, "zero_level": 3}, {"num_key_value_heads": 4}, (1, 2, 4, 2, 1), 2, {}),
 ]
 
 

@@ -26,6 +26,7 @@ from mindformers_core.layout import layout
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.recipe.loader import load_recipe
 from mindformers_core.recipe.sections import MESH_AXES, mesh_shape
+from mindformers_core.tensor_parallel.attention import attention
 from mindformers_core.zero import MixedPrecision, hsdp
 
 __all__ = ["SUBJECTS", "PlantedFault", "outcome", "read_faults"]
@@ -64,6 +65,17 @@ class Drawn(nn.Cell):
         x = self.up(x)
         y = self.passed(self.drop(x))
         return ops.square(ops.dropout(y, 0.3, self.training)).mean() + ops.std(x, 1, 1, True).mean()
+
+
+class Attending(nn.Cell):
+    """Causal attention."""
+
+    def __init__(self, algorithm):
+        super().__init__()
+        self.known = 0.5, (0,), (None, 0), True, algorithm
+
+    def construct(self, query, key, value, places):
+        return attention(query * 2, key * 2, value * 2, places * 0, places + 1, places, *self.known)
 
 
 @dataclass(frozen=True)
@@ -184,6 +196,14 @@ def classes(**settings):
     return verify(build, mesh, Tensor(array(8, 8)), Tensor(np.arange(8, dtype=np.int32))), mesh
 
 
+def attending(algorithm):
+    """Verify an `Attending` on 3 ranks; all dims are of one size, so that a wrong one would fit."""
+    mesh, places = DeviceMesh((3,), ("cp",)), np.arange(3, dtype=np.int32)[None]
+    plan = {"": {"input": dict.fromkeys(("query", "key", "value", "places"), layout(None, "cp"))}}
+    given = *(array(3, 3, 3, 3, seed=seed) for seed in range(3)), places
+    return verify(Attending(algorithm), mesh, *map(Tensor, given), plan=plan), mesh
+
+
 def drawn():
     """Verify `Drawn` on 2 x 2 ranks."""
     mesh = DeviceMesh((2, 2), ("dp", "tp"))
@@ -210,6 +230,7 @@ SUBJECTS = {
         2, shard_size=2, optimizer_level="level3", mixed_precision=MixedPrecision(compute="float16")
     ),
     "drawn": drawn,
+    **{f"attention, {each}": functools.partial(attending, each) for each in ("gather", "ring", "all_to_all")},
     "classes": classes,
     "classes, zero 2": lambda: classes(shard_size=2, optimizer_level="level2"),
     "llama": lambda: recipe(*_FLAT),

@@ -5,7 +5,7 @@ while it is computed, and again in the backward pass. On CPU a kernel that broad
 a product of numbers, so what differs from row to row is a further column of a matrix product.
 """
 
-from functools import cache
+from functools import lru_cache
 
 import mindspore as ms
 from mindspore import nn, ops
@@ -21,6 +21,7 @@ _SCORES = 1 << 20  # of a block, in all heads of a batch: they fit in a processo
 _product, _by_rows, _of_columns = ops.BatchMatMul(), ops.BatchMatMul(False, True), ops.BatchMatMul(True, False)
 _largest, _positive, _ones_like = ops.ArgMaxWithValue(-1), ops.ReLU(), ops.OnesLike()
 _cast = ops.Cast()
+_KEPT = 64  # shapes whose blocks are remembered: prompts have many lengths
 
 
 def attend_part(query, key, value, first, last, places, scale, blocks, drop=0.0, own=None, draws=None):
@@ -210,7 +211,7 @@ class _WithGradient(nn.Cell):
         return *found, ops.zeros_like(output), ops.zeros_like(sums)
 
 
-_attention, _with_gradient = cache(_Attention), cache(_WithGradient)
+_attention, _with_gradient = lru_cache(_KEPT)(_Attention), lru_cache(_KEPT)(_WithGradient)
 
 
 def _gradients(given, known, results, gradients, drop, own, draws):
@@ -251,7 +252,7 @@ def attend(
     return ops.reshape(outputs, output.shape), ops.reshape(all_sums, sums.shape)
 
 
-@cache
+@lru_cache(_KEPT)
 def _blocks(query, key, order, reach, is_exact, kernel):
     """`visible_blocks` of tensors of these shapes, or a `visible_band`; `kernel`: arguments of `fits_kernel`."""
     (batch, length, heads, _), key_length = query, key[1]

@@ -1,8 +1,8 @@
 """A recipe of few ranks and small sizes with the plan of a large one: `shrunk_recipe`.
 
 The large model is planned on shapes alone. Of the layers of a stage those remain that differ; of stages those that are
-planned otherwise, of replicas, shards and parts of layers a few, of every size the divisors that the plan needs; and
-the plan is carried over with all its choices, see `resized`.
+planned otherwise, of replicas, shards, parts of sequences and of layers a few, of every size the divisors that the plan
+needs; and the plan is carried over with all its choices, see `resized`.
 """
 
 import gc
@@ -34,9 +34,11 @@ from mindformers_core.zero.buckets import parse_comm_fusion
 # numbers of ranks
 _SHARES = (0, 2**-8, 2**-4, 2**-2, 2**-1)
 # Axes of which few ranks may remain
-NARROWED = ("data_parallel_replicate", "data_parallel_shard", "tensor_parallel", "pipeline_parallel")
+NARROWED = (
+    "data_parallel_replicate", "data_parallel_shard", "context_parallel", "tensor_parallel", "pipeline_parallel",
+)  # fmt: skip
 # What is tried: at most so many; what 2 divides may have to be no multiple of the number of ranks; of four ranks some
-# aren't neighbours; three stages have one in the middle
+# aren't neighbours, in a ring, too; three stages have one in the middle
 _DATA, _TENSOR, _STAGES = (2, 3, 2**30), (4, 2**30), (3, 4, 2**30)
 _FEW = 16  # ranks that all remain
 _SEVERAL = 2  # samples of a micro-batch, of which there were at least as many
@@ -142,8 +144,8 @@ def _planned_stages(recipe):
 def _meshes(given, stages):
     """Numbers of ranks to try, as `NARROWED`, ascending, each with the stages that remain: all kinds of them."""
     found, chunks = {given: stages}, len(stages) // given[-1]
-    for data, tensor, few in product(_DATA, _TENSOR, _STAGES) if prod(given) > _FEW else ():
-        mesh = tuple(map(min, given, (data, data, tensor, few)))
+    for data, *others in product(_DATA, _TENSOR, _TENSOR, _STAGES) if prod(given) > _FEW else ():
+        mesh = tuple(map(min, given, (data, data, *others)))
         kept = [*stages[: mesh[-1] * chunks - 1], stages[-1]]
         if {each.decided for each in kept} == {each.decided for each in stages}:
             found[mesh] = kept
@@ -153,8 +155,8 @@ def _meshes(given, stages):
 def shrunk_recipe(recipe):
     """The recipe on the fewest ranks, and with the least sizes, that its plan can be carried over to.
 
-    Of more than 16 ranks few data-parallel and tensor-parallel ones and few stages remain, of layers and micro-batches
-    some. This process stands for all ranks, one after the other.
+    Of more than 16 ranks few remain of each axis; of layers and micro-batches some. This process stands for all ranks,
+    one after the other.
 
     Args:
         recipe: the `Recipe`, with `data_parallel_shard` given.
@@ -276,11 +278,11 @@ def _with_sizes(recipe, tensors, ranks, share):
 
     Args:
         tensors: pairs (global shape, Layout) of the large recipe.
-        ranks: pairs (its number of ranks, the one that takes its place) of replicas, shards and parts of layers.
+        ranks: pairs (its number of ranks, the one that takes its place) of `NARROWED` without stages.
         share: see `least_sizes`.
     """
     section, own, divisors = recipe.train_dataset, _own_sizes(recipe), divisors_of(ranks)
-    fewer = dict(zip(("dp_replicate", "dp_shard", "tp"), (few for _, few in ranks)))
+    fewer = dict(zip(("dp_replicate", "dp_shard", "cp", "tp"), (few for _, few in ranks)))
     parts = parts_of_sizes(tensors, fewer | {"dp": fewer["dp_replicate"] * fewer["dp_shard"]})
     sizes = {section.seq_length, *(leaf for leaf in tree_leaves(own, int) if type(leaf) is int)}
     if section.factory:  # a user's data have sizes of their own

@@ -14,7 +14,7 @@ from mindformers_core.placement import merged_entry
 from mindformers_core.program.free_variables import lambda_lift
 from mindformers_core.program.graph import CallNode
 from mindformers_core.program.plan import OperatorPlan, Redistribution, captured_graph
-from mindformers_core.program.structure import DType, Value, shown, tree_leaves
+from mindformers_core.program.structure import DType, Value, shown
 from mindformers_core.propagation.operators import operator_signature
 from mindformers_core.redistribution import plan_redistribution
 
@@ -76,7 +76,7 @@ class _Resizing:
 
     def _pair(self, old, new):
         """Record the new Values of a structure."""
-        olds, news = (tree_leaves(structure, object) for structure in (old, new))
+        olds, news = (_leaves(structure) for structure in (old, new))
         for one, other in zip_longest(olds, news):
             is_value = type(one) is type(other) is Value and one.dtype == other.dtype
             if is_value and self.values.setdefault(one.id, other) != other or not is_value and _fixed(one, other):
@@ -175,6 +175,13 @@ class _Resizing:
                     uses.append(replace(found, value=self.values[use.value.id]))
             parts[part] = tuple(uses)
         return replace(self.graph, **parts)
+
+
+def _leaves(structure):
+    """The leaves of a structure; a tuple of numbers is one, such as the order of a sequence's chunks on more ranks."""
+    if not isinstance(structure, (tuple, list)) or all(type(entry) is int for entry in structure):
+        return [structure] if not isinstance(structure, dict) else _leaves([*structure.values()])
+    return [leaf for entry in structure for leaf in _leaves(entry)]
 
 
 def _fixed(one, other):

@@ -47,7 +47,7 @@ def attention(
         key: (batch, key_length, key_value_heads, head_size), of the same dtype; key_value_heads divides heads.
         value: (batch, key_length, key_value_heads, value_size), of the same dtype.
         first, last: of queries, int32 (batch, length), or (1, length) where all rows have the same.
-        places: of keys, int32 (batch, key_length) or (1, key_length).
+        places: of keys, int32 (batch, key_length) or (1, key_length); at most 2**24, up to which float32 is exact.
         scale: factor of the products.
         order: where queries and keys lie at the same places, and these are 0 … length - 1 in equal chunks, the
             numbers of the chunks in order of appearance, a tuple: `(0,)` for a sequence as it is, `(0, 3, 1, 2)` for

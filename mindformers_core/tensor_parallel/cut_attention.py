@@ -4,10 +4,10 @@ The outputs of parts of the keys are averaged by the sums of their exponentials 
 with Blockwise Transformers for Near-Infinite Context", arXiv 2310.01889). Where places are known, only those chunks
 are sent and multiplied that some query sees: see `sequence_exchange`. All ranks have equal graphs: which chunks a rank
 multiplies are constants. The gradient sends keys and values again, and their gradients home; it keeps none of the
-others'.
+others'. All is sent as it was given, and added up in the dtype of scores.
 """
 
-from functools import cache
+from functools import lru_cache
 
 import numpy as np
 from mindspore import Tensor, dtype as mstype, ops
@@ -59,19 +59,21 @@ class _Ring:
     def __init__(self, context, each):
         self.context, self.each, self.count, self.own = context, each, each, [None] * each
 
-    def take(self, x, exchange):
+    def take(self, x, exchange, dtype):
         """The stack of chunks of the rank whose part comes at this distance; any one in place of what nobody needs."""
-        chunks = zip(x, exchange.givers)
-        found = [givers and self.context.shift(chunk, exchange.distance, givers) for chunk, givers in chunks]
-        some = next(each for each, givers in zip(found, exchange.givers) if givers)
-        return ops.stack([each if givers else some for each, givers in zip(found, exchange.givers)])
+        chunks = [(chunk, givers) for chunk, givers in zip(x, exchange.givers) if givers]
+        found = [ops.cast(self.context.shift(chunk, exchange.distance, givers), dtype) for chunk, givers in chunks]
+        some, rest = found[0], iter(found)
+        return ops.stack([next(rest) if givers else some for givers in exchange.givers])
 
-    def give_back(self, chunks, exchange):
-        """Add the gradients of the chunks that came to those of their owners."""
+    def give_back(self, chunks, exchange, dtype):
+        """Add the gradients of the chunks that came, which are sent in this dtype, to those of their owners."""
         for place, givers in enumerate(exchange.givers):
             if givers:
-                takers = sorted((giver + exchange.distance) % self.context.count for giver in givers)
-                home = self.context.shift(chunks[place], -exchange.distance, takers)
+                home, distance = chunks[place], exchange.distance
+                takers = sorted((giver + distance) % self.context.count for giver in givers)
+                if distance:
+                    home = ops.cast(self.context.shift(ops.cast(home, dtype), -distance, takers), home.dtype)
                 self.own[place] = home if self.own[place] is None else self.own[place] + home
 
     def total(self):
@@ -85,13 +87,13 @@ class _Gathered:
     def __init__(self, context, each):
         self.context, self.each, self.count, self.found = context, each, each * context.count, {}
 
-    def take(self, x, exchange):
+    def take(self, x, exchange, _):
         """As of `_Ring`."""
         giver = (self.context.number - exchange.distance) % self.context.count
         index = Tensor(np.arange(giver * self.each, (giver + 1) * self.each, dtype=np.int32))
         return ops.gather(x, index, 0)
 
-    def give_back(self, chunks, exchange):
+    def give_back(self, chunks, exchange, _):
         """Keep the gradients of some chunks."""
         self.found[exchange.distance] = chunks
 
@@ -108,8 +110,8 @@ class _Cut:
     """One attention of a rank's queries; tensors are stacks of chunks (chunks, batch, …)."""
 
     def __init__(self, args, context, way):
-        query, self.key, self.value, first, last, places, self.scale, order, reach, exact, _, *dropped = args
-        self.dtype = score_dtype(query)
+        query, key, value, first, last, places, self.scale, order, reach, exact, _, *dropped = args
+        self.dtype, self.size, self.given = score_dtype(query), key.shape[3], (query.dtype, key.dtype, value.dtype)
         ranks, self.shape = context.count, query.shape
         self.order = chunk_order(order, ranks)
         self.each = len(self.order) // ranks
@@ -121,8 +123,9 @@ class _Cut:
         known = self.length, order, reach, exact, rows, has_kernel
         self.exchanges = _exchanges(self.order, ranks, known)
         self.context, self.way = context, way(context, self.each)
+        query, both = ops.cast(query, self.dtype), ops.cat((key, value), -1)
         self.query, self.first, self.last = (_chunks(each, self.each) for each in (query, first, last))
-        both = ops.cat((self.key, self.value), -1)
+        both = both if way is _Ring else ops.cast(both, self.dtype)
         self.both, self.places = (_chunks(each, self.way.count) for each in (both, places))
         self.dropped = (drop, _chunks(own, self.each), draws) if drop else ()
 
@@ -133,7 +136,7 @@ class _Cut:
             chunks = self._taken(exchange)
             for known, table in self._tables(exchange):
                 output, sums = _add_part(output, sums, *chunks, table, self.scale, known, *self.dropped)
-        return ops.cast(_whole(output), self.value.dtype), _rows(sums)
+        return ops.cast(_whole(output), self.given[2]), _rows(sums)
 
     def backward(self, output, sums, gradient, of_sums):
         """The gradients of query, key and value."""
@@ -147,11 +150,10 @@ class _Cut:
                 found = _part_gradient(*chunks, table, sums, delta, gradient, self.scale, known, *self.dropped)
                 of_query = found[0] if of_query is None else of_query + found[0]
                 of_both = found[1] if of_both is None else of_both + found[1]
-            of_both = ops.cast(of_both, self.key.dtype)
-            self.way.give_back([of_both[place] for place in range(self.each)], exchange)
+            self.way.give_back([of_both[place] for place in range(self.each)], exchange, self.given[1])
         of_both = self.way.total()
-        size = self.key.shape[3]
-        return ops.cast(_whole(of_query), self.query.dtype), of_both[..., :size], of_both[..., size:]
+        found = _whole(of_query), of_both[..., : self.size], of_both[..., self.size :]
+        return tuple(ops.cast(gradient, dtype) for gradient, dtype in zip(found, self.given))
 
     def _taken(self, exchange):
         """The chunks of an exchange, as `add_part` takes them."""
@@ -160,8 +162,8 @@ class _Cut:
             chunks = np.array(self.order[start : start + self.each])[:, None, None]
             places = Tensor((chunks * self.length + np.arange(self.length)).astype(np.int32))
         else:
-            places = self.way.take(self.places, exchange)
-        return self.query, self.way.take(self.both, exchange), self.first, self.last, places
+            places = self.way.take(self.places, exchange, self.places.dtype)
+        return self.query, self.way.take(self.both, exchange, self.dtype), self.first, self.last, places
 
     def _tables(self, exchange):
         """Pairs of what is known and the table of slots of each `Product`: see `add_part`."""
@@ -172,7 +174,7 @@ class _Cut:
             yield product.known, Tensor(np.vstack([name, queries, keys, *chosen]).astype(np.int32))
 
 
-@cache
+@lru_cache(64)
 def _exchanges(order, ranks, known):
     return exchanges(order, ranks, chunk_blocks(*known))
 

@@ -64,6 +64,8 @@ def compare_with_one_rank(*overrides, shape=(1, 2, 1, 2), alike=(), micro_batche
         row = shared.train_step()
         for key in ("loss", "gradient_norm", "learning_rate"):
             np.testing.assert_allclose(row[key], expected[key], rtol=1e-5, err_msg=f"{key} at step {row['step']}")
+        tokens = [each["tokens_per_second"] * each["seconds"] for each in (row, expected)]
+        np.testing.assert_allclose(*tokens, rtol=1e-9)
     every = parameters[-1]
     parts = {parameter.name: parameter for parameter in shared.optimizer.parameters}
     assert len(parts) == len(shared.optimizer.parameters) and (shape[0] > 1 or parts.keys() == every.keys())

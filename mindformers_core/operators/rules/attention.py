@@ -165,6 +165,7 @@ def fused_infer_attention(*args):
 
 
 _RING, _GATHER, _MERGE = {("s", "t"): "attention_ring"}, {"s": "attention_gather"}, {"t": "attention_merge"}
+_PLACES = 2**24  # that float32 tells apart, in which masks are computed
 _WAYS = {  # of attention to a cut sequence -> attributes of its `Signature`, and further factors that are whole
     "gather": ({"distributed": _GATHER}, ("t",)),
     "ring": ({"joint": _RING}, ("s", "t")),
@@ -187,6 +188,8 @@ def ranged_attention(
     heads, groups = query.shape[2], key.shape[2]
     if heads % groups:
         raise ValueError(f"{heads} heads of query {query.shape} don't divide by the {groups} of key {key.shape}")
+    if key.shape[1] > _PLACES:
+        raise ValueError(f"key {key.shape} has {key.shape[1]:,} places: masks tell {_PLACES:,} apart, in float32")
     if algorithm not in _WAYS:
         raise ValueError(
             f"unknown algorithm {algorithm!r}: choose one of {', '.join(_WAYS)}{nearest(algorithm, _WAYS)}"
