@@ -1,4 +1,4 @@
-"""Time and memory of a step with activations computed again: none, attention's core, under a budget, and all.
+"""Time and memory of a step with activations computed again: none, attention, under a budget, and all.
 
 A Llama after `shard()` over a mesh of one, in one process: loss and gradients of all parameters. That losses and
 gradients are those of `none` in the same mode, bit by bit, is checked before any is timed. Memory is measured after
@@ -32,8 +32,8 @@ TITLE = (
     f"layers, batch {MEMORY_BATCH}), float32, forward and backward"
 )
 LIMITS = {  # of a variant's time over that of none in the same mode
-    ("selective", "pynative"): 1.10,
-    ("selective", "jit"): 1.10,
+    ("selective", "pynative"): 1.20,
+    ("selective", "jit"): 1.20,
     ("full", "pynative"): 1.40,  # a forward pass more, a third of the step, and what is done to tell what to run again
     ("full", "jit"): 1.40,
 }

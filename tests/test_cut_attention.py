@@ -1,6 +1,7 @@
 """Attention over a cut sequence: each algorithm, chosen or declared, against one card."""
 
 import re
+from dataclasses import replace
 
 import mindspore as ms
 import numpy as np
@@ -8,10 +9,12 @@ import pytest
 from mindspore import Tensor, nn
 from support.algorithm_prices import eager_price, program_price
 from support.launch import ROOT
+from support.saved_tensors import measured
 from support.verified_calls import MESH, Sample, check_of, eager, numbers
 
 from mindformers_core.algorithms.attention_dropout import drawn_halves
-from mindformers_core.algorithms.shard_context import ShardContext
+from mindformers_core.algorithms.distributed_operators import run_locally
+from mindformers_core.algorithms.shard_context import ShardContext, shard_context
 from mindformers_core.capture.algorithm_graph import algorithm_of
 from mindformers_core.communication import count_collectives
 from mindformers_core.communication.simulated import SimulatedRanks
@@ -302,6 +305,30 @@ def test_bytes_are_those_of_the_page(algorithm):
     moves = [each for each in found if isinstance(each, Redistribution) and len(each.value.shape) == 4]
     steps = [step for each in moves for step in each.steps]
     assert [sum(step.forward[1] for step in steps), sum(step.backward[1] for step in steps)] == [nbytes, nbytes]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("algorithm", ["ring", "gather"])
+def test_what_is_kept_for_the_backward_pass(ranks, algorithm):
+    """A rank's part of what one card keeps; the gather also the others' keys, values and places."""
+    length, order = 64, (0, 7, 1, 6, 2, 5, 3, 4)
+    given = numbers(2, length, 4, 8), *(numbers(2, length, 2, 8) for _ in range(2)), np.arange(length, dtype=np.int32)
+
+    def attend(query, key, value, where):
+        return attention(query, key, value, where * 0, where + 1, where, 0.5, order, (None, 0), True, algorithm)
+
+    (plan,) = planned(attend, DeviceMesh((ranks,), ("cp",)), *given[:3], given[3][None])
+    context = replace(shard_context(plan, 0), run_step=lambda local, _: local)
+
+    def kept(function, tensors):
+        return measured(lambda *given: function(*(each + 0 for each in given)), *tensors)
+
+    shapes = [(value, layout.local_shape(value.shape)) for value, layout in plan.consumed]
+    parts = [Tensor(np.zeros(shape, value.dtype)) for value, shape in shapes]
+    whole = kept(attend, list(map(Tensor, (*given[:3], given[3][None]))))
+    others = sum(part.nbytes for part in (parts[1], parts[2], parts[5])) * (ranks - 1) / ranks
+    found = kept(lambda *given: run_locally(plan, given, None, context), parts)
+    assert found == whole / ranks + (others if algorithm == "gather" else 0)
 
 
 @pytest.mark.parametrize("copies, dims", [(1, HEADS), (2, HEADS), (4, ROWS), (8, ROWS)])

@@ -110,6 +110,13 @@ def attend_gradient(
     return ops.reshape(of_query, query.shape), ops.reshape(of_key, key.shape), ops.reshape(of_value, value.shape)
 
 
+def output_delta(output, gradient):
+    """(batch, heads, length): of each row the sum of the product of an output and its gradient."""
+    products = _rows(output) * _rows(gradient)
+    delta = _product(ops.expand_dims(products, 0), ops.reshape(_ones_like(products[:1]), (1, -1, 1)))
+    return ops.transpose(ops.reshape(delta, output.shape[:3]), (0, 2, 1))
+
+
 def score_dtype(x):
     """The dtype of scores, sums and gradients of a query, key or value: float32, and float64 of float64."""
     return ms.float64 if x.dtype == ms.float64 else ms.float32
@@ -218,9 +225,7 @@ def _gradients(given, known, results, gradients, drop, own, draws):
     """Those of the tensors of `_Attention`, for those of both results."""
     output, sums = results
     gradient, of_sums = gradients
-    products = _rows(output) * _rows(gradient)
-    delta = _product(ops.expand_dims(products, 0), ops.reshape(_ones_like(products[:1]), (1, -1, 1)))
-    delta = ops.transpose(ops.reshape(delta, output.shape[:3]), (0, 2, 1)) - of_sums
+    delta = output_delta(output, gradient) - of_sums
     found = attend_gradient(*given, *known, sums, delta, gradient, drop, own, draws)
     found = [_cast(each, x.dtype) for each, x in zip(found, given)]
     return *found, *[ops.zeros_like(each) for each in (*given[3:], own, draws)]

@@ -43,8 +43,10 @@ def add_part(output, sums, query, both, first, last, places, table, scale, known
     top = ops.maximum(sums, _largest(ops.where(mine, ops.expand_dims(own, 0), LOWEST), 1))
     before, weights = ops.exp(sums - top), ops.exp(ops.minimum(own - ops.gather(top, queries, 0), 0.0))
     total = before + _placed(of_query, weights)
-    output = output * _for_tokens(before) + _placed(of_query, part * _for_tokens(weights))
-    return output / _for_tokens(total), ops.log(total) + top
+    size = part.shape[4]
+    output = output * _for_tokens(before / total, size)
+    added = _placed(of_query, part * _for_tokens(weights / ops.gather(total, queries, 0), size))
+    return output + added, ops.log(total) + top
 
 
 def part_gradient(
@@ -102,6 +104,7 @@ def _deep(x, batch):
     return ops.reshape(x, (x.shape[0] // batch, batch, *x.shape[1:]))
 
 
-def _for_tokens(x):
-    """(chunks, batch, heads, length) as (chunks, batch, length, heads, 1)."""
-    return ops.expand_dims(ops.transpose(x, (0, 1, 3, 2)), 4)
+def _for_tokens(x, size):
+    """(chunks, batch, heads, length) as (chunks, batch, length, heads, size)."""
+    x = ops.transpose(x, (0, 1, 3, 2))
+    return ops.reshape(_product(ops.reshape(x, (-1, 1)), ops.ones((1, size), x.dtype)), (*x.shape, size))

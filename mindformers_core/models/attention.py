@@ -52,7 +52,7 @@ class LlamaAttention(nn.Cell):
 
 
 class CoreAttention(nn.Cell):
-    """Attention between its projections, without parameters: the part that selective recomputation recomputes.
+    """Attention between its projections, without parameters.
 
     Inputs are queries (batch, length, heads, head_dim), keys and values (batch, length, key_value_heads, head_dim), and
     what `places_seen` gives; the output is (batch, length, heads * head_dim). The name is Megatron-LM's (Korthikanti et

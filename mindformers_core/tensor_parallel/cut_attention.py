@@ -12,7 +12,7 @@ from functools import lru_cache
 import numpy as np
 from mindspore import Tensor, dtype as mstype, ops
 
-from mindformers_core.algorithms.attention import score_dtype
+from mindformers_core.algorithms.attention import output_delta, score_dtype
 from mindformers_core.algorithms.attention_parts import add_part, part_gradient
 from mindformers_core.algorithms.fused_attention import fits_kernel
 from mindformers_core.dtensor.interception import custom_operator
@@ -141,7 +141,7 @@ class _Cut:
     def backward(self, output, sums, gradient, of_sums):
         """The gradients of query, key and value."""
         gradient = ops.cast(gradient, self.dtype)
-        delta = ops.transpose(ops.sum(ops.cast(output, self.dtype) * gradient, 3), (0, 2, 1)) - of_sums
+        delta = output_delta(output, gradient) - of_sums
         sums, delta, gradient = _of_rows(sums, self.each), _of_rows(delta, self.each), _chunks(gradient, self.each)
         of_query = None
         for exchange in self.exchanges:
