@@ -9,7 +9,6 @@ from mindspore import nn
 from mindspore.experimental import optim
 from support.small_zero import Net
 
-from mindformers_core.layout import layout
 from mindformers_core.mesh import DeviceMesh, init_device_mesh
 from mindformers_core.optimizers.adamw import AdamW
 from mindformers_core.tensor_parallel import shard
@@ -92,11 +91,6 @@ def inside(net):
         (lambda: inside(hsdp(Net())), r"Cell '0' \(Net\) is under hsdp\(\) already"),
         (lambda: sharded().first, r"as shard\(\) was called with it: this is Cell 'first' \(Linear\) in the root Cell"),
         (lambda: inside(sharded()), r"Cell '0' \(Net\) in the root Cell \(SequentialCell\) is sharded by itself"),
-        (lambda: sharded(first=layout("dp", None)), r"'first.weight' .* declared as \[dp, -\], cut over axis 'dp'"),
-        (
-            lambda: sharded(second=layout(None, ("tp", "dp"))),
-            r"'second.weight' of the root Cell \(Net\) is declared as \[-, \(tp, dp\)\].*leave that axis out",
-        ),
     ],
 )
 def test_cells_that_hsdp_cannot_take(cell, text):

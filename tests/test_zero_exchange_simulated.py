@@ -41,6 +41,7 @@ def stored_on(rank, ranks, plans, values):
         layout = Layout.on(mesh, ((),) * len(plan.shape))
         stored.append(ShardedParameter(plan, whole, whole, layout, rank, ranks, meter))
     settings = SimpleNamespace(mesh=mesh, shard_axes=(), replicate_axes=(), scale=0.5, precision=MixedPrecision())
+    settings.without = lambda cut: settings
     return stored, BucketCollectives(settings, meter)
 
 
@@ -75,11 +76,11 @@ def check_gather(everyone, values, seed):
             entry.shard.set_data(Tensor(entry.shard.asnumpy() + 1))
     sent = []
     for stored, exchange in everyone:
-        exchange._gather = lambda buffer: sent.append(buffer) or mint.zeros((buffer.size * len(everyone),))
+        exchange._gather = {(): lambda buffer: sent.append(buffer) or mint.zeros((buffer.size * len(everyone),))}
         exchange.gather(stored)
     together = Tensor(np.concatenate([buffer.asnumpy() for buffer in sent]))
     for stored, exchange in everyone:
-        exchange._gather = lambda buffer: together
+        exchange._gather = {(): lambda buffer: together}
         exchange.gather(stored)
         for entry, value in zip(stored, values):
             np.testing.assert_array_equal(entry.unsharded.asnumpy(), value + 1, str(seed))
@@ -95,11 +96,11 @@ def check_reduce_scatter(everyone, plans, seed):
     gradients = [[numbers.integers(-9, 9, plan.shape).astype(np.float32) for plan in plans] for _ in everyone]
     sent = []
     for (stored, exchange), own in zip(everyone, gradients):
-        exchange._scatter = lambda flat: sent.append(flat.asnumpy()) or flat[: flat.size // ranks]
+        exchange._scatter = {(): lambda flat: sent.append(flat.asnumpy()) or flat[: flat.size // ranks]}
         exchange.reduce_scatter(stored, list(map(Tensor, own)))
     total = sum(sent)
     for rank, (stored, exchange) in enumerate(everyone):
-        exchange._scatter = lambda flat, rank=rank: Tensor(np.split(total, ranks)[rank])
+        exchange._scatter = {(): lambda flat, rank=rank: Tensor(np.split(total, ranks)[rank])}
         given = list(map(Tensor, gradients[rank]))
         reduced = exchange.reduce_scatter(stored, given)
         assert given == []  # the wholes are free
@@ -115,7 +116,7 @@ def test_gradients_of_whole_parameters(count, dtype):
     values = [np.full(plan.shape, 3.0, dtype) for plan in plans]
     stored, exchange = stored_on(0, 1, plan_parameters(plans, 1, 0, "level1"), values)
     seen = []
-    exchange._over_all = lambda flat: seen.append(flat) or flat * 4  # four ranks with the same gradients
+    exchange._over_all = {(): lambda flat: seen.append(flat) or flat * 4}  # four ranks with the same gradients
     reduced = exchange.all_reduce(stored, [Tensor(value) for value in values])
     assert [flat.dtype for flat in seen] == [ms.float32] and seen[0].size == sum(plan.size for plan in plans)
     for gradient, value in zip(reduced, values, strict=True):

@@ -14,7 +14,7 @@ from mindformers_core.dtypes import dtype_name
 from mindformers_core.layout import Layout
 from mindformers_core.program.structure import tree_leaves
 from mindformers_core.propagation.operators import TENSORS
-from mindformers_core.redistribution import shift_step
+from mindformers_core.redistribution import exchange_step, shift_step
 
 
 @dataclass(frozen=True)
@@ -108,6 +108,12 @@ class ShardContext:
         givers = None if givers is None or len(givers) == self.count else tuple(givers)
         known = self.mesh, self.axes, distance, local.shape, dtype_name(local.dtype), givers
         return self.run_step(local, shift_step(*known))
+
+    def exchanged(self, local):
+        """Row i of every part's tensor (parts, rows, …), for part i; in PyNative on CPU without zeros behind rows."""
+        if self.count == 1:
+            return local
+        return self.run_step(local, exchange_step(self.mesh, self.axes, local.shape, dtype_name(local.dtype)))
 
     def _made_whole(self, local, dims, partial_ops, varying):
         whole = Layout.on(self.mesh, [()] * local.ndim, varying=self.axes if varying else ())

@@ -29,7 +29,7 @@ class CpuCollective(raw.RawCollective):
     def __init__(self, group, kind, *arguments):
         super().__init__(group, kind, *arguments)
         self.sum = _Sum(group)
-        self.op = arguments[-1]  # of a reduction
+        self.op = arguments[-1] if arguments else None  # of a reduction
         self.combine = _COMBINE.get(self.op)
         self.empty = Tensor(-0.0, mstype.float32)
         origin = arguments[1][self.index] if kind == "permute" else 0
@@ -70,6 +70,21 @@ class CpuCollective(raw.RawCollective):
 
     def eager_all_to_all(self, x, dim, to_dim):
         return ops.cat(self._exchange({place: chunk(x, place, self.size, to_dim) for place in range(self.size)}), dim)
+
+    def eager_exchange(self, x):
+        rows = raw.filled_rows(x)
+        sizes = self._exchange({place: Tensor([count], mstype.int32) for place, count in enumerate(rows)})
+        sizes = [int(each) for each in ops.cat(sizes).asnumpy()]
+        for to in sorted(range(self.size), key=lambda to: (to - self.index) % self.size)[1:]:
+            if rows[to]:
+                _send(x[to, : rows[to]], to, self.group)
+        found = []
+        for origin, count in enumerate(sizes):
+            if count:
+                own = origin == self.index
+                found.append(x[origin, :count] if own else _receive(x[0, :count], origin, self.group))
+            found.append(ops.zeros((x.shape[1] - count, *x.shape[2:]), x.dtype))
+        return ops.reshape(ops.cat(found, 0), x.shape)
 
     def permute(self, x, destinations, origins):
         found = self.all_gather(ops.unsqueeze(x, 0), 0)

@@ -27,14 +27,16 @@ class NativeCollective(raw.RawCollective):
         if self.has_idle:
             distance = next(to - place for place, to in enumerate(arguments[0]) if to is not None)
             self.whole_ring = ring(group.size, distance)
-        self.by_messages = kind == "permute" or kind == "all_to_all" and world().device_target != "Ascend"
+        self.by_messages = kind == "permute"
+        if kind in ("all_to_all", "exchange"):
+            self.by_messages = world().device_target != "Ascend"
         if kind in ("all_reduce", "reduce_scatter"):
             make = ops.AllReduce if kind == "all_reduce" else ops.ReduceScatter
             self.operator = make(arguments[-1], group.name)
         elif kind == "all_gather":
             self.operator = ops.AllGather(group.name)
         elif not self.by_messages:
-            dim, to_dim = arguments
+            dim, to_dim = arguments or (0, 1)
             self.operator = ops.AlltoAll(group.size, to_dim, dim, group.name)
 
     def eager(self, x):
@@ -66,6 +68,9 @@ class NativeCollective(raw.RawCollective):
             to, origins = ring(self.size, distance)
             received[origins[self.index]] = self.eager_permute(parts[to[self.index]], to, origins)
         return ops.cat(received, dim)
+
+    def eager_exchange(self, x):
+        return ops.reshape(self.eager_all_to_all(ops.unsqueeze(x, 0), 0, 1), x.shape)
 
     def permute(self, x, destinations, origins):
         to, origin = self.whole_ring[0][self.index], self.whole_ring[1][self.index]

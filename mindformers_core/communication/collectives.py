@@ -23,7 +23,7 @@ from mindformers_core.hints import nearest
 from mindformers_core.redistribution.steps import EXTREMES, STEP_KINDS, ring
 
 __all__ = [
-    "AllGather", "AllGatherVarying", "AllReduce", "AllReduceVarying", "AllToAll", "Collective",
+    "AllGather", "AllGatherVarying", "AllReduce", "AllReduceVarying", "AllToAll", "Collective", "Exchange",
     "MarkVarying", "PadToPartial", "Permute", "ReduceScatter", "Shift", "SliceToShard", "SliceVarying", "ToPartial",
     "ToPartialVarying", "UnmarkVarying", "View",
 ]  # fmt: skip
@@ -150,6 +150,7 @@ ReduceScatter = partial(make_collective, "reduce_scatter")  # Partial -> Shard(d
 AllToAll = partial(make_collective, "all_to_all")  # Shard(dim) -> Shard(to_dim)
 Permute = partial(make_collective, "permute")  # equal parts to other ranks, from layout `source` to layout `target`
 Shift = partial(make_collective, "shift")  # each local tensor to the rank `distance` further along the axes, in a ring
+Exchange = partial(make_collective, "exchange")  # row i of each local tensor (ranks, rows, …) to rank i
 SliceToShard = partial(make_collective, "slice")  # Replicate -> Shard(dim)
 SliceVarying = partial(make_collective, "slice_varying")  # Varying -> Shard(dim)
 MarkVarying = partial(make_collective, "mark_varying")  # Replicate -> Varying

@@ -28,7 +28,7 @@ class RawCollective(nn.Cell):
 
     Args:
         group: the `Group`.
-        kind: `all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all` or `permute`.
+        kind: `all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all`, `permute` or `exchange`.
         arguments: those of the kind's method after the tensor.
     """
 
@@ -47,7 +47,11 @@ class RawCollective(nn.Cell):
     def __call__(self, x):
         if process_state().counters:
             whole = prod(x.shape) * x.itemsize * (self.size if self.kind == "all_gather" else self.sends)
-            record(self.kind, self.group.axes, wire_bytes(self.kind, self.size, whole))
+            sent = wire_bytes(self.kind, self.size, whole)
+            if self.kind == "exchange" and world().backend != "fake":
+                rows = filled_rows(x)
+                sent = (sum(rows) - rows[self.index]) * x[0, 0].nbytes
+            record(self.kind, self.group.axes, sent)
         return self.uncounted(x)
 
     def uncounted(self, x):
@@ -101,9 +105,20 @@ class RawCollective(nn.Cell):
         """Part i of every rank's tensor along `to_dim`, on rank i; joined along `dim` in the group's order."""
         return ops.cat((chunk(x, self.index, self.size, to_dim),) * self.size, dim)
 
+    def exchange(self, x):
+        """Row i of every rank's tensor (ranks, rows, …), on rank i; in the group's order."""
+        return ops.reshape(self.all_to_all(ops.unsqueeze(x, 0), 0, 1), x.shape)
+
     def permute(self, x, destinations, origins):
         """The tensor of another place: place i sends to place `destinations[i]`, and receives from `origins[i]`.
 
         None for a place that sends nothing, or that receives nothing, which gets zeros.
         """
         return x
+
+
+def filled_rows(x):
+    """For each part of a tensor (parts, rows, …) the number of its rows up to the last one that isn't all zeros."""
+    x = ops.cast(x, mstype.float32) if x.dtype == mstype.bfloat16 else x
+    filled = x.asnumpy().reshape(*x.shape[:2], -1).any(2)
+    return [int(row.size - row[::-1].argmax()) if row.any() else 0 for row in filled]

@@ -2,9 +2,10 @@
 
 import math
 
+from mindformers_core.hints import nearest
 from mindformers_core.recipe.learning_rate import LrScheduler
 from mindformers_core.recipe.pipeline import check_pipeline
-from mindformers_core.recipe.sections import batch_plan, dataset_layouts
+from mindformers_core.recipe.sections import MESH_AXES, batch_plan, dataset_layouts
 from mindformers_core.recompute.settings import check_compilable, check_gathers
 from mindformers_core.redistribution.quantities import named_device_model
 from mindformers_core.scopes import errors_at
@@ -21,8 +22,8 @@ def check_recipe(recipe):
     Layers and patterns of recompute and swap are matched later, with the Cells.
     """
     for check in (
-        _check_available, _check_model_divides, check_pipeline, _check_zero, _check_recompute, _check_data,
-        _check_schedule,
+        _check_available, _check_model_divides, _check_experts, check_pipeline, _check_zero, _check_recompute,
+        _check_data, _check_schedule,
     ):  # fmt: skip
         check(recipe)
     sizes = recipe.parallelism
@@ -71,6 +72,22 @@ def _check_model_divides(recipe):
                 f"tensor_parallel {tp}, which don't divide model.{key} {size}: use ring, gather or auto"
             )
     _check_sequence_divides(recipe)
+
+
+def _check_experts(recipe):
+    """Mesh axes lie along experts, or inside of them; those that are left have equal ones."""
+    sizes, known = recipe.parallelism, MESH_AXES[1:]
+    for key in ("expert_parallel", "expert_tensor_parallel"):
+        for axis in getattr(sizes, key):
+            if axis not in known:
+                raise ValueError(f"parallelism.{key}: '{axis}' is none of {', '.join(known)}{nearest(axis, known)}")
+    both = (*sizes.expert_parallel, *sizes.expert_tensor_parallel)
+    twice = next((axis for axis in both if both.count(axis) > 1), None)
+    if twice is not None:
+        raise ValueError(
+            f"parallelism.expert_parallel: axis '{twice}' is named twice in {list(sizes.expert_parallel)} and "
+            f"expert_tensor_parallel {list(sizes.expert_tensor_parallel)}: an axis cuts experts once"
+        )
 
 
 def _check_sequence_divides(recipe):

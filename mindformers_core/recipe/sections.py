@@ -61,6 +61,8 @@ class Parallelism:
     # of attention: keys and values gathered, or sent round, or heads cut in the sequence's place; auto: by price
     context_parallel_algorithm: Literal["auto", "gather", "ring", "all_to_all"] = "auto"
     context_parallel_balance: Literal["zigzag", "contiguous", "area"] = "zigzag"  # whose tokens: docs/data.md
+    expert_parallel: tuple[str, ...] = ()  # mesh axes that share the experts of a layer: of dp, cp and tp
+    expert_tensor_parallel: tuple[str, ...] = ()  # other ones of these, which cut each expert
     pipeline_parallel: int = bounded(1, 1, 1024)  # ranks that layers are divided among; at 1 the keys below are ignored
     pipeline_parallel_schedule: str = "1f1b"  # a name of `SCHEDULES`, or the import path of a user's class
     # number of layers of every stage, of all ranks and chunks; default: equal

@@ -20,7 +20,7 @@ def exchange(kind, tensors, *arguments):
     """The results of a collective on all ranks of a group.
 
     Args:
-        kind: `all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all` or `permute`.
+        kind: `all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all`, `permute` or `exchange`.
         tensors: the inputs, NumPy arrays.
         arguments: `op`; `dim`; `dim, op`; `dim, to_dim`; `destinations, origins`, for every place of the group the
             place that its tensor goes to, and the one that its result comes from; None: none, and zeros.
@@ -41,6 +41,7 @@ _EXCHANGES = {
     "all_gather": lambda tensors, dim: [np.concatenate(tensors, dim)] * len(tensors),
     "reduce_scatter": lambda tensors, dim, op: np.split(reduce_arrays(tensors, op), len(tensors), dim),
     "all_to_all": _all_to_all,
+    "exchange": lambda tensors: [np.stack(rows) for rows in zip(*tensors)],
     "permute": lambda tensors, _, origins: [
         np.zeros_like(tensors[0]) if origin is None else tensors[origin] for origin in origins
     ],

@@ -4,7 +4,7 @@
 idea of Megatron-LM's *f* and *g* functions and of JAX's `pvary`, spelled out for every pair of placements.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
@@ -70,10 +70,11 @@ STEP_KINDS = {
     "to_partial_varying": StepKind("varying", "partial", "mask", "mask", ops=("sum",), hint="term"),
     "pad": StepKind("shard", "partial", "pad", "slice", ("dim",), ops=("sum",), hint="padded"),
     # without placements, so never found by the search for a plan: the same elements in other dims, around the steps of
-    # strided ones; and a ring, which distributed algorithms ask for
+    # strided ones; and what distributed algorithms ask for: a ring, and rows for each rank, as many as there are
     "view": StepKind("", "", "view", "view", ("local_shape", "output_shape")),
     "shift": StepKind("", "", "permute", "permute", ("distance",), hint="shifted"),
     "shift_some": StepKind("", "", "permute", "permute", ("distance", "givers"), hint="shifted"),
+    "exchange": StepKind("", "", "exchange", "exchange", hint="exchanged"),
 }
 
 # Of each collective: how often a rank sends in turn, and how many n-ths of the *larger* of its input and output leave a
@@ -82,15 +83,18 @@ COLLECTIVES = {
     **dict.fromkeys(("all_gather", "reduce_scatter", "all_to_all"), (lambda n: n - 1, lambda n: n - 1)),
     "all_reduce": (lambda n: 2 * (n - 1), lambda n: 2 * (n - 1)),
     "permute": (lambda n: 1, lambda n: n),
+    # an all-to-all without the zeros behind each rank's rows, where one n-th is filled: choices of experts, if balanced
+    "exchange": (lambda n: n - 1, lambda n: (n - 1) / n),
 }
-# The same of backends that carry some of them in other ways. A graph on CPU has sums of floats alone: an all-gather is
-# the sum of buffers as large as its result, and what goes from rank to rank is first gathered by all.
+# The same of backends that carry some of them in other ways. Devices exchange all rows, since shapes are static. A
+# graph on CPU has sums of floats alone: an all-gather is the sum of buffers as large as its result, and what goes from
+# rank to rank is first gathered by all.
 CARRIED = {
-    "native": COLLECTIVES,
+    "native": COLLECTIVES | {"exchange": COLLECTIVES["all_to_all"]},
     "cpu": COLLECTIVES,
     "cpu graph": COLLECTIVES
     | dict.fromkeys(("all_gather", "reduce_scatter"), COLLECTIVES["all_reduce"])
-    | dict.fromkeys(("all_to_all", "permute"), (lambda n: 2 * (n - 1), lambda n: 2 * (n - 1) * n)),
+    | dict.fromkeys(("all_to_all", "permute", "exchange"), (lambda n: 2 * (n - 1), lambda n: 2 * (n - 1) * n)),
 }
 
 
@@ -117,7 +121,7 @@ def wire_bytes(name, group_size, whole):
     """
     if name not in COLLECTIVES:
         return 0
-    return -(-COLLECTIVES[name][1](group_size) * whole // group_size)
+    return int(-(-COLLECTIVES[name][1](group_size) * whole // group_size))
 
 
 @dataclass(frozen=True)
@@ -246,3 +250,11 @@ def shift_step(mesh, axes, distance, local_shape, dtype, givers=None):
     kind = "shift" if givers is None else "shift_some"
     known = None, None, None, layout, layout, tuple(local_shape), itemsize, None, distance, givers
     return Step(kind, tuple(axes), *known)
+
+
+def exchange_step(mesh, axes, local_shape, dtype):
+    """The `Step` in which rank i of a group gets row i of each rank's local tensor (ranks, rows, …), in their order.
+
+    Takes the same as `shift_step`. Zeros behind the last row that isn't zero needn't be sent.
+    """
+    return replace(shift_step(mesh, axes, None, local_shape, dtype), kind="exchange")

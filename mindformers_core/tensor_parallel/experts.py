@@ -6,6 +6,7 @@ rank may choose the experts of one other rank for all its tokens, unless experts
 """
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 from mindspore import Tensor, ops
@@ -71,12 +72,13 @@ def own_experts(operator, args, context):
         most = min(most, count // capacity[1] * capacity[0] * own)
     context = replace(context, axes=joint)
     taken, back, local = _places(choices, Tensor(owners), context.count, most, capacity)
+    move = context.exchanged if capacity is None else partial(_exchanged, context)  # with few zeros, or with many
     sent = ops.gather(_with_nothing(tokens), taken // each, 0)
-    given, local = _exchanged(sent, context), _exchanged(local, context)
+    given, local = move(sent), _exchanged(context, local)
     found = _rows(
         ops.reshape(given, (-1, x.shape[-1])), ops.reshape(local, (-1, 1)), gate_up, down, *biases, activation
     )
-    found = _exchanged(ops.reshape(found, given.shape), context)
+    found = move(ops.reshape(found, given.shape))
     found = ops.gather(_with_nothing(ops.reshape(found, (-1, x.shape[-1]))), back, 0)
     return ops.reshape(_combined(found, weights), x.shape)
 
@@ -96,7 +98,7 @@ def _owners(context, axes, joint, own):
     return np.concatenate([np.full((2, 1), -1), table], 1).astype(np.int32)
 
 
-def _exchanged(x, context):
+def _exchanged(context, x):
     """Rows (ranks, n, …) for every rank, as every rank has sent them."""
     cut, others = context.axes, [()] * (x.ndim - 1)
     source, target = Layout.on(context.mesh, [cut, (), *others]), Layout.on(context.mesh, [(), cut, *others])

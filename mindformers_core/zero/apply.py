@@ -33,8 +33,7 @@ def apply_hsdp(tree, settings, units, fusion, has_axis):
         has_axis: whether the tree is sharded over the data-parallel axes.
 
     Raises:
-        ValueError: a parameter that is sharded over the data-parallel axis, or that has no gradient but is trained;
-            ranks with other initial weights.
+        ValueError: a parameter that has no gradient but is trained; ranks with other initial weights.
     """
     plans, root = _plans(tree, settings, units), tree.cells[""]
     check_replicas(root)  # shards of other weights would make neither rank's
@@ -45,16 +44,17 @@ def apply_hsdp(tree, settings, units, fusion, has_axis):
     ]
     replace_parameters(root, {id(source): parameter for source, parameter in zip(sources, computing)})
     parameters, meter = [], MemoryMeter()
-    index = settings.mesh.group_index(world().rank, settings.shard_axes)
     for plan, source, parameter in zip(plans, sources, computing, strict=True):
-        layout, dims = source.layout, list(source.layout.dims)
+        layout, own = source.layout, settings.without(plan.cut)
+        dims = [tuple(piece for axis in entry for piece in _pieces(settings, axis)) for entry in layout.dims]
         if plan.dim is not None:
-            dims[plan.dim] = (*dims[plan.dim], *settings.shard_axes)
+            dims[plan.dim] = (*dims[plan.dim], *own.shard_axes)
         if plan.is_copied or not has_axis and settings.group_size > 1:
             parameter.unwritable = f"parameter '{plan.path}' is written by a Cell, and {_UNWRITABLE[plan.is_copied]}"
         shard_layout = Layout.on(settings.mesh, dims)
-        parameters.append(ShardedParameter(plan, parameter, source, shard_layout, index, settings.shard_size, meter))
-        marks = settings.axes if has_axis else ()
+        index = settings.mesh.group_index(world().rank, own.shard_axes)
+        parameters.append(ShardedParameter(plan, parameter, source, shard_layout, index, own.shard_size, meter))
+        marks = [axis for axis in settings.axes if has_axis and axis not in layout.cut_axes]
         tree.parameter_layouts[plan.path] = parameter.computing_layout = layout.replace(varying=marks)
     buckets = _buckets(plans, settings, fusion)
     storage = HsdpStorage(tree, settings, parameters, *buckets, meter)
@@ -62,7 +62,7 @@ def apply_hsdp(tree, settings, units, fusion, has_axis):
         axes = *settings.replicate_axes, *settings.shard_axes
         storage.replica = settings.mesh.group_index(world().rank, axes), settings.group_size
     if world().backend != "fake":
-        storage.collectives = BucketCollectives(settings, meter)
+        storage.collectives = BucketCollectives(settings, meter, dict.fromkeys(plan.cut for plan in plans))
         for number in storage.trained:
             parameters[number].unsharded.register_hook(_gradient_hook(proxy(storage.schedule), number))
         for stored in parameters:
@@ -79,11 +79,8 @@ def _plans(tree, settings, units):
             holding.setdefault(id(parameter), set()).add(unit_of(path, units))
     plans = []
     for path, parameter in tree.cells[""].parameters_and_names():
-        if cut := parameter.layout.cut_axes.intersection(settings.axes):
-            raise ValueError(
-                f"parameter '{path}' of {tree.label('')} is declared as {parameter.layout}, cut over axis "
-                f"'{min(cut)}', which hsdp() cuts parameters over: leave that axis out of its layout"
-            )
+        cut = [axis for axis in settings.axes if axis in parameter.layout.cut_axes]
+        cut = tuple(piece for axis in cut for piece in _pieces(settings, axis))
         own = _model_dtype(parameter)
         floats = is_float(own)
         if parameter.requires_grad and not floats:
@@ -94,8 +91,16 @@ def _plans(tree, settings, units):
         dtypes = (precision.compute or own, precision.parameter or own) if floats else (own, own)
         by_unit = settings.level == "level3" and settings.shard_size > 1 and len(holding[id(parameter)]) == 1
         unit = next(iter(holding[id(parameter)])) if by_unit else ""
-        plans.append(ParameterPlan(path, tuple(parameter.shape), *dtypes, parameter.requires_grad, unit))
-    return plan_parameters(plans, settings.shard_size, settings.threshold, settings.level)
+        plan = ParameterPlan(path, tuple(parameter.shape), *dtypes, parameter.requires_grad, unit, cut)
+        size = settings.without(cut).shard_size
+        plans += plan_parameters([plan], size, settings.threshold, settings.level)
+    return tuple(plans)
+
+
+def _pieces(settings, axis):
+    """What an axis of the tree's mesh is in the settings' one: two axes where `shard_size` cuts it."""
+    is_split = axis in settings.axes and axis not in settings.mesh.axis_names
+    return (f"{axis}_replicate", f"{axis}_shard") if is_split else (axis,)
 
 
 def _model_dtype(parameter):

@@ -19,24 +19,28 @@ class BucketCollectives:
     Args:
         settings: the `HsdpSettings`: `mesh`, `shard_axes`, `replicate_axes`, `scale` and `precision`.
         meter: the `MemoryMeter` that counts the buffers.
+        cuts: the `ParameterPlan.cut`s of all parameters; those of a bucket have one.
     """
 
-    def __init__(self, settings, meter):
+    def __init__(self, settings, meter, cuts=((),)):
         def plain(kind, axes, **options):
             return communicator(settings.mesh).make(kind, axes, **options).collective.forward if axes else _same
 
         if process_state().watch is not None:
             process_state().watch.recorder.sources[__file__] = _described
         self.scale, self.precision, self.meter = settings.scale, settings.precision, meter
-        self._gather = plain("all_gather", settings.shard_axes, dim=0)
-        self._scatter = plain("reduce_scatter", settings.shard_axes, dim=0, op="sum")
-        self._over_replicas = plain("all_reduce", settings.replicate_axes, op="sum")
-        self._over_all = plain("all_reduce", (*settings.replicate_axes, *settings.shard_axes), op="sum")
+        self._gather, self._scatter, self._over_replicas, self._over_all = {}, {}, {}, {}
+        for cut in cuts:
+            own = settings.without(cut)
+            self._gather[cut] = plain("all_gather", own.shard_axes, dim=0)
+            self._scatter[cut] = plain("reduce_scatter", own.shard_axes, dim=0, op="sum")
+            self._over_replicas[cut] = plain("all_reduce", own.replicate_axes, op="sum")
+            self._over_all[cut] = plain("all_reduce", (*own.replicate_axes, *own.shard_axes), op="sum")
 
     def gather(self, members):
         """Fill sharded `ShardedParameter`s from the shards of all ranks."""
         sent = self._joined([stored.sent() for stored in members], [])
-        table = self._buffer(self._gather(sent)).reshape(members[0].count, -1)
+        table = self._buffer(self._gather[members[0].plan.cut](sent)).reshape(members[0].count, -1)
         self._buffer(table)
         del sent
         begin = 0
@@ -48,7 +52,7 @@ class BucketCollectives:
 
     def reduce_scatter(self, members, gradients):
         """The reduced shards of whole gradients of sharded parameters; empties the list."""
-        return self._split(members, self._over_replicas(self._scattered(members, gradients)))
+        return self._split(members, self._over_replicas[members[0].plan.cut](self._scattered(members, gradients)))
 
     def scatter(self, members, gradients):
         """As `reduce_scatter` before `finish`: sums over the shard axes only, unscaled, in the dtype of the sums."""
@@ -57,13 +61,13 @@ class BucketCollectives:
     def finish(self, members, sums):
         """The reduced shards, of sums of results of `scatter`; empties the list."""
         flat = self._joined([shard.reshape(-1) for shard in sums], sums)
-        return self._split(members, self._over_replicas(flat))
+        return self._split(members, self._over_replicas[members[0].plan.cut](flat))
 
     def all_reduce(self, members, gradients):
         """The reduced gradients of replicated parameters; empties the list."""
         dtype = self.precision.reduce_dtype(members[0].plan.dtype)
         flat = self._joined([as_dtype(gradient, dtype).reshape(-1) for gradient in gradients], gradients)
-        reduced = self._over_all(flat)
+        reduced = self._over_all[members[0].plan.cut](flat)
         del flat
         return self._split(members, reduced)
 
@@ -71,7 +75,7 @@ class BucketCollectives:
         dtype = self.precision.reduce_dtype(members[0].plan.dtype)
         rows = [stored.rows(as_dtype(one, dtype)) for stored, one in zip(members, gradients, strict=True)]
         flat = self._joined(rows, gradients, 1)
-        return self._buffer(self._scatter(flat.reshape(-1)))
+        return self._buffer(self._scatter[members[0].plan.cut](flat.reshape(-1)))
 
     def _split(self, members, reduced, is_sum=False):
         """A flat buffer of gradients as a list of tensors with memory of their own; sums are not scaled."""

@@ -124,7 +124,7 @@ def _fusion_of_places(config, where):
 def make_buckets(kind, plans, members, fusion, dtype_of):
     """Bucket parameters, in the given order.
 
-    A bucket holds parameters of one unit and one dtype. Buckets of several dtypes are open at the same time.
+    A bucket holds parameters of one unit, one dtype and one `cut`. Buckets of several dtypes are open at the same time.
 
     Args:
         kind: one of `KINDS`.
@@ -139,7 +139,7 @@ def make_buckets(kind, plans, members, fusion, dtype_of):
     opened, groups = {}, []
     for number in members:
         plan = plans[number]
-        key = plan.unit, dtype_of(plan), sum(number >= place for place in fusion.places)
+        key = plan.unit, dtype_of(plan), plan.cut, sum(number >= place for place in fusion.places)
         if key not in opened:
             opened[key] = []
             groups.append((key, opened[key]))
@@ -151,5 +151,5 @@ def make_buckets(kind, plans, members, fusion, dtype_of):
     groups.sort(key=lambda group: order[group[1][-1]])
     return [
         Bucket(kind, tuple(numbers), unit, dtype, sum(plans[number].size for number in numbers))
-        for (unit, dtype, _), numbers in groups
+        for (unit, dtype, *_), numbers in groups
     ]

@@ -19,17 +19,18 @@ def step_plan(storage, compiled=False):
 def explained_lines(step):
     """Lines of text for a `StepPlan`."""
     settings, named = step.settings, shown_axes(step.settings.axes)
+    replicas = settings.group_size // settings.shard_size
     if settings.shard_size == 1:
-        head = f"Under hsdp(): plain data parallelism over the {step.replicas} ranks of {named}."
+        head = f"Under hsdp(): plain data parallelism over the {replicas} ranks of {named}."
     else:
-        groups = f", in {step.replicas} groups that hold the same" if step.replicas > 1 else ""
+        groups = f", in {replicas} groups that hold the same" if replicas > 1 else ""
         head = (
             f"Under hsdp(), {settings.level}: {LEVELS[settings.level]} in {settings.shard_size} parts over "
             f"{named}{groups}."
         )
     lines, cut = [head], [plan for plan in step.plans if plan.dim is not None]
     if cut:
-        kept = sum(plan.shard_bytes(settings.shard_size) for plan in cut)
+        kept = step.part_bytes(cut)
         whole = sum(plan.nbytes for plan in cut)
         lines.append(
             f"  {len(cut)} parameters are cut: {bytes_shown(whole)} as they compute, {bytes_shown(kept)} of parts here"

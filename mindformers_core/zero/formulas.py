@@ -6,7 +6,6 @@ of `MemoryEstimate`; buffers, of the paper's section 6.2, are the fifth.
 """
 
 from dataclasses import dataclass, replace
-from math import prod
 
 from mindformers_core.dtypes import ITEM_BYTES
 from mindformers_core.redistribution.steps import wire_bytes
@@ -63,10 +62,13 @@ class StepPlan:
     units: tuple
     at_once: bool
 
-    @property
-    def replicas(self):
-        """Number of ranks with the same shard."""
-        return self.settings.group_size // self.settings.shard_size
+    def settings_of(self, bucket):
+        """The `HsdpSettings` of a bucket's parameters."""
+        return self.settings.without(self.plans[bucket.members[0]].cut)
+
+    def part_bytes(self, plans):
+        """Bytes of a rank's shards of parameters, or of all that are whole."""
+        return sum(plan.shard_bytes(self.settings.without(plan.cut).shard_size) for plan in plans)
 
     def held_units(self, unit):
         """The units that are in place during the backward pass of `unit`."""
@@ -85,7 +87,7 @@ class StepPlan:
 
     def gradient_bytes(self, bucket):
         """`(whole, in the dtype of sums, reduced, sums of earlier micro-steps)`: bytes of a bucket's gradients."""
-        count = self.settings.shard_size if bucket.kind == "reducescatter" else 1
+        count = self.settings_of(bucket).shard_size if bucket.kind == "reducescatter" else 1
         summed = bucket.size * ITEM_BYTES[bucket.dtype]
         reduced = bucket.size * ITEM_BYTES[self.settings.precision.gradient or bucket.dtype] // count
         sums = 0 if self.settings.accumulate_grad_step == 1 else summed // (count if self.settings.sums_shards else 1)
@@ -103,14 +105,13 @@ def memory_of_step(step, state_bytes):
         `({"pass": MemoryEstimate, "update": MemoryEstimate}, states)`: the peak of forward and backward pass, the
         optimizer's step after it, and the largest `MemoryEstimate.states` at any time.
     """
-    count = step.settings.shard_size
     trained = [plan for plan in step.plans if plan.trainable]
-    state = sum(prod(plan.shard_shape(count)) * state_bytes for plan in trained)
-    parts = sum(plan.shard_bytes(count) for plan in step.plans if plan.is_copied)
+    state = sum(step.part_bytes([plan]) // ITEM_BYTES[plan.shard_dtype] * state_bytes for plan in trained)
+    parts = step.part_bytes(plan for plan in step.plans if plan.is_copied)
     alone = sum(plan.nbytes for plan in step.plans if not plan.is_copied)
     moments = [*_opening(step, alone, parts), *_reducing(step, parts), *_summing(step, parts)]
     moments = [replace(estimate, state=state) for estimate in moments]
-    update = MemoryEstimate(alone, parts, sum(plan.shard_bytes(count) for plan in trained), state)
+    update = MemoryEstimate(alone, parts, step.part_bytes(trained), state)
     peak = max(moments, key=lambda estimate: estimate.total)
     return {"pass": peak, "update": update}, max(estimate.states for estimate in (*moments, update))
 
@@ -137,7 +138,7 @@ def _parts_in_pass(step, parts):
     if step.units:
         return parts
     lent = [plan for plan in step.plans if plan.dim is not None and plan.shard_dtype == plan.dtype]
-    return parts - sum(plan.shard_bytes(step.settings.shard_size) for plan in lent)
+    return parts - step.part_bytes(lent)
 
 
 def _reducing(step, parts):
@@ -174,7 +175,7 @@ def _waiting(step, bucket):
 def _reduce_buffers(step, bucket, own):
     """Peak bytes of a reduction besides its gradients, `own` bytes, of which the last one is referenced to the end."""
     _, summed, reduced, _ = step.gradient_bytes(bucket)
-    scattered = summed // (step.settings.shard_size if bucket.kind == "reducescatter" else 1)
+    scattered = summed // (step.settings_of(bucket).shard_size if bucket.kind == "reducescatter" else 1)
     last = step.plans[bucket.members[-1]]
     copied = own != summed or last.dim
     if len(bucket.members) == 1:
@@ -196,14 +197,16 @@ def _summing(step, parts):
 
 def bucket_traffic(step, bucket):
     """The bytes that one run of a bucket's collectives sends: `(kind, bytes)`, as `count_collectives` counts."""
-    count, whole = step.settings.shard_size, bucket.size * ITEM_BYTES[bucket.dtype]
+    settings, whole = step.settings_of(bucket), bucket.size * ITEM_BYTES[bucket.dtype]
+    count = settings.shard_size
     if bucket.kind == "allgather":
         return [("all_gather", wire_bytes("all_gather", count, whole))]
     if bucket.kind == "allreduce":
-        return [("all_reduce", wire_bytes("all_reduce", step.settings.group_size, whole))]
+        return [("all_reduce", wire_bytes("all_reduce", settings.group_size, whole))]
     traffic = [("reduce_scatter", wire_bytes("reduce_scatter", count, whole))]
-    if step.replicas > 1:
-        traffic.append(("all_reduce", wire_bytes("all_reduce", step.replicas, whole // count)))
+    replicas = settings.group_size // count
+    if replicas > 1:
+        traffic.append(("all_reduce", wire_bytes("all_reduce", replicas, whole // count)))
     return traffic
 
 

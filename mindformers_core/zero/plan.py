@@ -23,6 +23,7 @@ class ParameterPlan:
         shard_dtype: name of the dtype that the optimizer updates.
         trainable: whether the parameter gets a gradient.
         unit: path of the Cell whose parameters are gathered together; "" for none.
+        cut: the data-parallel axes that its layout cuts already, as those of experts: see `HsdpSettings.without`.
         dim: the sharded dim; None where the parameter is replicated.
         reason: the reason for a replicated parameter, in words; "" for a sharded one.
     """
@@ -33,6 +34,7 @@ class ParameterPlan:
     shard_dtype: str
     trainable: bool = True
     unit: str = ""
+    cut: tuple = ()
     dim: int | None = None
     reason: str = ""
 

@@ -1,6 +1,6 @@
 """The arguments of `hsdp()`, checked. Pure Python."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mindformers_core.hints import nearest
 from mindformers_core.mesh import DeviceMesh
@@ -65,6 +65,13 @@ class HsdpSettings:
     def group_size(self):
         """Number of data-parallel ranks."""
         return self.mesh.axis_size(*self.replicate_axes, *self.shard_axes)
+
+    def without(self, cut):
+        """The same for parameters that some of the data-parallel axes cut: over the others; the scale is another."""
+        if not cut:
+            return self
+        kept = [tuple(axis for axis in axes if axis not in cut) for axes in (self.shard_axes, self.replicate_axes)]
+        return replace(self, shard_axes=kept[0], replicate_axes=kept[1], shard_size=self.mesh.axis_size(*kept[0]))
 
     @property
     def sums_shards(self):
