@@ -25,6 +25,16 @@ MODELS = {
     "llama_tied": LLAMA | {"tie_word_embeddings": True, "rope_theta": 10000.0},
     "llama_untied": LLAMA | {"tie_word_embeddings": False, "rope_theta": 500000.0, "head_dim": 8},
     "qwen3": COMMON | {"model_type": "qwen3", "head_dim": 8, "attention_bias": True, "rope_theta": 1e6},
+    "qwen3_moe": COMMON
+    | {
+        "model_type": "qwen3_moe",
+        "head_dim": 4,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 8,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 2,
+    },
     "gpt2": {
         "model_type": "gpt2",
         "vocab_size": 256,
@@ -90,22 +100,25 @@ LLAMA_3_1 = {  # sizes of Llama 3.1 8B
 
 
 def write_golden(folder, seed=0, **settings):
-    """A folder as `save_pretrained` leaves it, with `expected.safetensors` beside: ids (4, 17), and of these the logits
-    of the first 16 positions, the loss of predicting the next, its gradients, and the 24 likeliest tokens after a row.
+    """A folder as `save_pretrained` leaves it, with `expected.safetensors` beside: ids (4, 17), the logits of the first
+    16 positions of 2 rows, the loss of predicting the next ids, its gradients, and the 24 likeliest tokens after a row.
     """
     torch.manual_seed(seed)
     config = AutoConfig.for_model(**settings)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
-        for name, weight in model.named_parameters():
+        for name, weight in (*model.named_parameters(), *model.named_buffers()):
             if "norm" in name or "ln_" in name or name.endswith("bias"):
                 weight.add_(0.3 * torch.randn_like(weight))
     model.save_pretrained(folder)
     ids = torch.randint(0, config.vocab_size, (4, 17))
     found = model(input_ids=ids, labels=ids)
     found.loss.backward()
-    arrays = {f"gradients.{name}": weight.grad for name, weight in model.named_parameters()}
-    arrays |= {"ids": ids.int(), "logits": found.logits[:, :-1].detach(), "loss": found.loss.detach()}
+    arrays = {
+        f"gradients.{name}": torch.zeros_like(weight) if weight.grad is None else weight.grad  # of an idle expert
+        for name, weight in model.named_parameters()
+    }
+    arrays |= {"ids": ids.int(), "logits": found.logits[:2, :-1].detach(), "loss": found.loss.detach()}
     model.generation_config.eos_token_id = None
     arrays["tokens"] = model.generate(ids[:1], max_new_tokens=24, do_sample=False)[:, 17:].int()
     save_file({name: np.ascontiguousarray(array.numpy()) for name, array in arrays.items()}, expected_file(folder))

@@ -6,7 +6,7 @@ import pytest
 from mindformers_core.checkpoint.regions import inside, local_box, shape_of, whole
 from mindformers_core.checkpoint.tensor_map import boxes_in_files
 from mindformers_core.layout import Layout
-from mindformers_core.models.spec import FileTensor
+from mindformers_core.models.spec import EACH, FileTensor
 
 HEADS = {"q": (0, 8), "k": (8, 4), "v": (12, 4)}  # first row, rows
 MAPS = {  # Parameters' shapes, the map, and the files of their arrays
@@ -40,17 +40,29 @@ MAPS = {  # Parameters' shapes, the map, and the files of their arrays
         [(f"*.{name}", (FileTensor("*.gate_up", at=(first, 16), dim=1),)) for name, first in (("gate", 0), ("up", 8))],
         lambda one: {"mlp.gate_up": np.concatenate([one["mlp.gate"], one["mlp.up"]], 1)},
     ),
+    "gates and ups, a dim of the Parameter": (
+        {"mlp.gate_up": (4, 2, 8, 4)},
+        [("*.gate_up", tuple(FileTensor("*.gate_up", (None, k), dim=2, at=(8 * k, 16)) for k in range(2)))],
+        lambda one: {"mlp.gate_up": one["mlp.gate_up"].reshape(4, 16, 4)},
+    ),
+    "these of each expert": (
+        {"mlp.gate_up": (4, 2, 8, 4)},
+        [("*.gate_up", tuple(FileTensor(f"*.#.{name}", (EACH, k), dim=2) for k, name in enumerate(("gate", "up"))))],
+        lambda one: {
+            f"mlp.{e}.{name}": one["mlp.gate_up"][e, k] for e in range(4) for k, name in enumerate(("gate", "up"))
+        },
+    ),
     "one file tensor an expert": (
         {"mlp.gate_up": (4, 16, 4), "mlp.down": (4, 4, 8)},
         [
             (
                 "*.gate_up",
                 (
-                    FileTensor("*.experts.#.gate", rows=(0, 8), dim=1, each=True),
-                    FileTensor("*.experts.#.up", rows=(8, 16), dim=1, each=True),
+                    FileTensor("*.experts.#.gate", rows=(0, 8), dim=1, index=(EACH,)),
+                    FileTensor("*.experts.#.up", rows=(8, 16), dim=1, index=(EACH,)),
                 ),
             ),
-            ("*.down", (FileTensor("*.experts.#.down", each=True, transposed=True),)),
+            ("*.down", (FileTensor("*.experts.#.down", dim=1, index=(EACH,), transposed=True),)),
         ],
         lambda one: (
             {f"mlp.experts.{e}.gate": one["mlp.gate_up"][e, :8] for e in range(4)}

@@ -6,8 +6,10 @@ a path that no pattern matches is the name of a tensor that equals the Parameter
 
 import re
 from dataclasses import dataclass
+from itertools import product
 
 from mindformers_core.checkpoint.regions import inside, overlap, shape_of, volume, whole
+from mindformers_core.models.spec import EACH
 
 
 @dataclass(frozen=True)
@@ -15,19 +17,16 @@ class View:
     """The values of a box of a file tensor within the array of a rank's part of a Parameter.
 
     Attributes:
-        index: slices of the array.
-        each: whether the first dim, of size 1, isn't one of the file tensor.
+        index: of the array: slices, and numbers for dims that the file tensor doesn't have.
         transposed: whether the last two dims of the file tensor are swapped.
     """
 
     index: tuple
-    each: bool = False
     transposed: bool = False
 
     def of(self, array):
         """The values, in the file tensor's order of dims, without a copy: what is written there is in `array`."""
         values = array[self.index]
-        values = values[0] if self.each else values
         return values.swapaxes(-1, -2) if self.transposed else values
 
 
@@ -54,30 +53,33 @@ def boxes_in_files(tensor_map, path, shape, held):
         return [(_named(tensors[0].name, letters), tuple(shape), held, None)]
     found, count = [], 0
     for tensor in tensors:
-        for number in range(shape[0]) if tensor.each else (None,):
-            own = list(whole(shape))
+        ways = (range(shape[dim]) if number == EACH else (number,) for dim, number in enumerate(tensor.index))
+        for index in product(*ways):
+            own = [(number, number + 1) if number is not None else (0, shape[dim]) for dim, number in enumerate(index)]
+            own += whole(shape[len(index) :])
             own[tensor.dim] = tensor.rows or own[tensor.dim]
-            if number is not None:
-                own[0] = (number, number + 1)
             count += volume(own)
             common = overlap(own, held)
             if common is not None:
-                found.append((_named(tensor.name, letters, number), *_in_file(tensor, own, common, held)))
+                each = [number for number, way in zip(index, tensor.index) if way == EACH]
+                found.append((_named(tensor.name, letters, *each), *_in_file(tensor, index, own, common, held)))
     if count != volume(whole(shape)):
         raise ValueError(f"the tensor map has {count} of the {volume(whole(shape))} elements of '{path}'")
     return found
 
 
-def _in_file(tensor, own, common, held):
+def _in_file(tensor, index, own, common, held):
     """Shape and box of the file tensor, and the `View`, of the box `common` of a Parameter."""
     first, stop = own[tensor.dim]
     start, rows = tensor.at or (0, stop - first)
-    box, shape = list(common), list(shape_of(own))
+    box, shape, places = list(common), list(shape_of(own)), list(inside(common, held))
     box[tensor.dim], shape[tensor.dim] = tuple(end - first + start for end in common[tensor.dim]), rows
-    box, shape = box[int(tensor.each) :], shape[int(tensor.each) :]
+    for dim in reversed([dim for dim, number in enumerate(index) if number is not None]):
+        places[dim] = places[dim].start
+        del box[dim], shape[dim]
     if tensor.transposed:
         box[-2:], shape[-2:] = box[:-3:-1], shape[:-3:-1]
-    return tuple(shape), tuple(box), View(inside(common, held), tensor.each, tensor.transposed)
+    return tuple(shape), tuple(box), View(tuple(places), tensor.transposed)
 
 
 def _matched(pattern, path):
@@ -87,4 +89,4 @@ def _matched(pattern, path):
 def _named(name, letters, number=None):
     for each in letters:
         name = name.replace("*", each, 1)
-    return name.replace("#", str(number))
+    return name if number is None else name.replace("#", str(number))

@@ -9,7 +9,7 @@ from mindspore.common.initializer import Normal, initializer
 
 from mindformers_core.layout import layout
 from mindformers_core.models.attention import GroupedAttention, KeyValueCache
-from mindformers_core.models.feed_forward import GatedMLP, PlainMLP
+from mindformers_core.models.feed_forward import GatedMLP, PlainMLP, SparseMLP
 from mindformers_core.models.latent_attention import LatentAttention
 from mindformers_core.models.positions import places_seen
 from mindformers_core.models.rotary import rotary_tables
@@ -29,7 +29,7 @@ from mindformers_core.tensor_parallel.layers import (
 
 ATTENTIONS = {"grouped": GroupedAttention, "latent": LatentAttention}
 NORMS = {"rms": RMSNorm, "layer": LayerNorm}
-MLPS = {"gated": GatedMLP, "plain": PlainMLP}
+MLPS = {"gated": GatedMLP, "plain": PlainMLP, "experts": SparseMLP}
 
 
 class DecoderLayer(nn.Cell):

@@ -3,8 +3,14 @@
 import mindspore as ms
 from mindspore import nn, ops
 
+from mindformers_core.models.experts import MixtureOfExperts, RoutedExperts, Router, RouterConfig
 from mindformers_core.models.spec import LayerSpec
-from mindformers_core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, gathered_layout
+from mindformers_core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    gathered_layout,
+    hidden_layout,
+)
 
 
 class GatedMLP(nn.Cell):
@@ -49,3 +55,28 @@ class PlainMLP(nn.Cell):
 
     def construct(self, hidden_states):
         return self.down_proj(ops.gelu(self.up_proj(hidden_states), approximate="tanh"))
+
+
+class SparseMLP(MixtureOfExperts):
+    """A `MixtureOfExperts` without the router's loss, perhaps with a `GatedMLP` that all tokens go through.
+
+    Args:
+        config, weight_init: as of `GatedMLP`.
+        spec: a `LayerSpec` with `router` and sizes.
+    """
+
+    def __init__(self, config, weight_init, spec):
+        router, settings = RouterConfig(**spec.router), {"weight_init": weight_init, "dtype": getattr(ms, config.dtype)}
+        super().__init__(
+            Router(config.hidden_size, router, **settings),
+            RoutedExperts(router.num_experts, config.hidden_size, spec.expert_size, **settings),
+            GatedMLP(config, weight_init, spec, spec.shared_size) if spec.shared_size else None,
+        )
+
+    def shard(self, config=None):
+        """The hidden states are gathered once for router and experts."""
+        return gathered_layout(config), hidden_layout(config), None
+
+    def construct(self, hidden_states):
+        output, _ = super().construct(hidden_states)
+        return output

@@ -39,12 +39,14 @@ class LayerSpec:
 
     Attributes:
         attention: "grouped" (`GroupedAttention`) or "latent" (`LatentAttention`).
-        mlp: "gated" (`GatedMLP`), "plain" (`PlainMLP`) or "experts".
+        mlp: "gated" (`GatedMLP`), "plain" (`PlainMLP`) or "experts" (`SparseMLP`).
         norm: "rms" (`RMSNorm`) or "layer" (`LayerNorm`).
         norm_eps: of these.
         head_norms: whether queries and keys are normed, each head by itself.
         query_bias, output_bias, mlp_bias: whether the projections to queries, keys and values, the one behind
             attention, and those of the feed-forward block have a bias.
+        router: fields of the `RouterConfig` of experts, a dict.
+        expert_size, shared_size: inside an expert, and inside what all tokens go through; 0: there is nothing such.
     """
 
     attention: str = "grouped"
@@ -55,6 +57,9 @@ class LayerSpec:
     query_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
+    router: dict | None = field(default=None, hash=False)
+    expert_size: int = 0
+    shared_size: int = 0
 
 
 @dataclass(frozen=True)
@@ -73,31 +78,35 @@ class LayerRange:
     is_last: bool = True
 
 
+EACH = "#"
+
+
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor of files that has a Parameter, or rows of it.
+    """A tensor of files that has a Parameter, or a part of it.
 
     Attributes:
-        name: each `*` stands for what one of the pattern of the Parameter's path stands for, `#` for `each`'s number.
+        name: each `*` stands for what one of the pattern of the Parameter's path stands for.
+        index: of the Parameter's first dims, those that the file tensor doesn't have: a number, or `EACH`: there is one
+            file tensor for each, whose name has the number at `#`, as of experts; None: it has the dim.
+        dim: that of the Parameter whose indices are rows here.
         rows: (start, stop) of the Parameter's rows that it has; None: all.
         at: (start, count): the row of the file tensor with the first of these, and its number of rows, where it has
             those of other Parameters, too, as a fused projection; None: it has no others.
-        dim: that of the Parameter whose indices are rows.
         transposed: whether the last two dims are swapped in the file.
-        each: whether there is one for every index of the Parameter's first dim, which files don't have, as of experts.
     """
 
     name: str
+    index: tuple = ()
+    dim: int = 0
     rows: tuple | None = None
     at: tuple | None = None
-    dim: int = 0
     transposed: bool = False
-    each: bool = False
 
     @property
     def is_whole(self):
         """Whether it equals the Parameter."""
-        return self.rows is None and self.at is None and not (self.transposed or self.each)
+        return self.rows is None and self.at is None and not (self.transposed or self.index)
 
 
 @dataclass(frozen=True)

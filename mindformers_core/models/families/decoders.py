@@ -1,6 +1,6 @@
 """What the `ModelSpec`s of all decoders have in common. Pure Python."""
 
-from mindformers_core.models.spec import ModelSpec
+from mindformers_core.models.spec import EACH, FileTensor, ModelSpec
 from mindformers_core.operators.signature import tensor_meta
 
 
@@ -22,3 +22,10 @@ def decoder_spec(config, hugging_face, cell="mindformers_core.models.decoder:dec
 def _divided(config):
     layers = [config.get_config_for_layer(number) for number in range(1, config.num_hidden_layers + 1)]
     return list(dict.fromkeys((key, getattr(layer, key)) for layer in layers for key in config.divided_keys))
+
+
+def expert_tensors(config):
+    """A tensor map of experts, of which files have each one's three weights."""
+    name = "model.layers.*.mlp.experts."
+    halves = tuple(FileTensor(f"{name}#.{half}_proj.weight", (EACH, k), 2) for k, half in enumerate(("gate", "up")))
+    return (f"{name}gate_up_proj", halves), (f"{name}down_proj", (FileTensor(f"{name}#.down_proj.weight", (EACH,), 1),))
