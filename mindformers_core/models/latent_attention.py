@@ -54,7 +54,9 @@ class LatentAttention(nn.Cell):
         self.kv_a_proj_with_mqa = LatentLinear(hidden, self.rank + self.turned, **biased)
         self.kv_a_layernorm = LatentNorm(self.rank, dtype=dtype)
         self.kv_b_proj = ColumnParallelLinear(self.rank, self.num_heads * (self.plain + self.value_size), **settings)
-        self.core_attention = CoreAttention(self.size**-0.5 * _amplitude(config.rope_scaling) ** 2)
+        self.core_attention = CoreAttention(
+            self.size**-0.5 * _amplitude(config.rope_scaling) ** 2, config.attention_dropout
+        )
         self.o_proj = RowParallelLinear(
             self.num_heads * self.value_size, hidden, **settings | {"has_bias": spec.output_bias}
         )

@@ -20,7 +20,8 @@ class GPT2Config:
         intermediate_size: size inside the feed-forward block. Default: 4 times `hidden_size`.
         max_position_embeddings: longest sequence, each of whose positions has a row of a table.
         layer_norm_eps: added to the variance in the norms.
-        tie_word_embeddings, attention_dropout, initializer_range, dtype: as of `LlamaConfig`, and so what counts in a pipeline's split.
+        tie_word_embeddings, attention_dropout, initializer_range, dtype: as of `LlamaConfig`, and so what counts in a
+            pipeline's split.
 
     Raises:
         TypeError, ValueError: a value of the wrong type, out of range, or in contradiction to another one.
