@@ -108,7 +108,7 @@ def write_golden(folder, seed=0, **settings):
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for name, weight in (*model.named_parameters(), *model.named_buffers()):
-            if "norm" in name or "ln_" in name or name.endswith("bias"):
+            if weight.is_floating_point() and ("norm" in name or "ln_" in name or name.endswith("bias")):
                 weight.add_(0.3 * torch.randn_like(weight))
     model.save_pretrained(folder)
     ids = torch.randint(0, config.vocab_size, (4, 17))

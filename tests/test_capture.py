@@ -118,7 +118,7 @@ def test_a_graph_says_where_it_comes_from():
     assert [constant.value.shape for constant in constants] == [(8, 1, 6)] * 2 + [(1, 8)] * 3
     text = str(graph)
     assert "model.layers.0.mlp (mindformers_core.models.feed_forward.GatedMLP, call 12, evaluation)" in text
-    assert re.search(r"%2: float32\[2, 8, 40\] = SiLU\(%1\)  # .*llama\.py:\d+", text)
+    assert re.search(r"%2: float32\[2, 8, 40\] = SiLU\(%1\)  # .*feed_forward\.py:\d+", text)
     assert "  parameter %1: float32[32, 24] = weight" in text
 
 
