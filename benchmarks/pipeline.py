@@ -17,7 +17,7 @@ from transfers import transfer_variants
 from mindformers_core.communication import world
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.models import LlamaConfig
-from mindformers_core.models.llama import LlamaDecoderLayer
+from mindformers_core.models.decoder import DecoderLayer
 from mindformers_core.models.positions import places_seen
 from mindformers_core.models.rotary import rotary_tables
 from mindformers_core.pipeline import PipelineScheduleMulti, PipelineStage, Schedule1F1B, simulate
@@ -48,7 +48,7 @@ class Part(nn.Cell):
 
     def __init__(self, numbers):
         super().__init__()
-        self.layers = nn.CellDict([(str(number), LlamaDecoderLayer(CONFIG, number + 1)) for number in numbers])
+        self.layers = nn.CellDict([(str(number), DecoderLayer(CONFIG, number + 1)) for number in numbers])
         self.is_last = LAYERS - 1 in numbers
 
     def construct(self, hidden_states):

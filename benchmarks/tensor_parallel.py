@@ -20,7 +20,7 @@ from mindformers_core.communication import world
 from mindformers_core.layout import layout
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.models import LlamaConfig
-from mindformers_core.models.llama import LlamaDecoderLayer
+from mindformers_core.models.decoder import DecoderLayer
 from mindformers_core.models.positions import places_seen
 from mindformers_core.models.rotary import rotary_tables
 from mindformers_core.sharding.initialize import materialize
@@ -49,7 +49,7 @@ def make_variants():
     """All variants, once the models are checked to agree."""
     mesh = init_device_mesh((TP,), ("tp",))
     mlp = (lambda _: MLPLayer(HIDDEN, MLP_INNER), lambda _: HandwrittenMLPLayer(HIDDEN, MLP_INNER, TP))
-    decoder = (lambda n: LlamaDecoderLayer(CONFIG, n), lambda n: HandwrittenDecoderLayer(CONFIG, n, TP))
+    decoder = (lambda n: DecoderLayer(CONFIG, n), lambda n: HandwrittenDecoderLayer(CONFIG, n, TP))
     tables = (*rotary_tables(LENGTH, CONFIG.head_dim, CONFIG.rope_theta), *places_seen(LENGTH, (0,))[1])
     models = model_variants("mlp", mesh, *mlp, ()) + model_variants("transformer", mesh, *decoder, tables)
     return models + operator_variants(mesh)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from mindspore import nn, ops
 from mindspore.common.initializer import XavierNormal
 
-from mindformers_core.models.llama import LlamaDecoderLayer
+from mindformers_core.models.decoder import DecoderLayer
 from mindformers_core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 
@@ -78,8 +78,8 @@ class HandwrittenMLPLayer(MLPLayer):
         return self.sum(self.down(ops.gelu(self.up(self.copy(x)))))
 
 
-class HandwrittenDecoderLayer(LlamaDecoderLayer):
-    """One of `ranks` parts of a `LlamaDecoderLayer`: of its heads, and of the inner size of its feed-forward block."""
+class HandwrittenDecoderLayer(DecoderLayer):
+    """One of `ranks` parts of a `DecoderLayer`: of its heads, and of the inner size of its feed-forward block."""
 
     def __init__(self, config, layer_number, ranks):
         part = {"num_attention_heads": config.num_attention_heads // ranks}

@@ -21,7 +21,7 @@ from mindformers_core import communication
 from mindformers_core.communication import world
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.models import LlamaConfig
-from mindformers_core.models.llama import LlamaDecoderLayer
+from mindformers_core.models.decoder import DecoderLayer
 from mindformers_core.models.positions import places_seen
 from mindformers_core.models.rotary import rotary_tables
 from mindformers_core.sharding.initialize import materialize
@@ -91,7 +91,7 @@ def make_variants():
 def make_net():
     """The model, with the same parameters every time."""
     with ms.DeviceCtx("meta"):
-        net = Stack([LlamaDecoderLayer(CONFIG, number) for number in range(1, LAYERS + 1)])
+        net = Stack([DecoderLayer(CONFIG, number) for number in range(1, LAYERS + 1)])
     materialize(net, SEED)
     return net
 

@@ -10,8 +10,8 @@ import re
 import typing
 from pathlib import Path
 
+from mindformers_core.models.registry import DEFAULT_MODEL
 from mindformers_core.models.rope_scaling import RopeScaling
-from mindformers_core.models.spec import DEFAULT_MODEL
 from mindformers_core.optimizers.settings import OPTIMIZERS, DecaySettings, ParameterGroup
 from mindformers_core.recipe.sections import Recipe
 

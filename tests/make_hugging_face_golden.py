@@ -1,6 +1,6 @@
-"""Writes what `transformers` does with small Llamas into tests/golden; needs the packages torch and transformers.
+"""Writes what `transformers` does with small models into tests/golden; needs the packages torch and transformers.
 
-With the argument `rope` only the file of scaled rotary frequencies.
+With names of folders as arguments only these; with `rope` the file of scaled rotary frequencies.
 
 python tests/make_hugging_face_golden.py
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors.numpy import save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 GOLDEN = Path(__file__).resolve().parent / "golden"
@@ -20,9 +20,53 @@ COMMON = {
     "num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.3, "rms_norm_eps": 1e-5,
     "attn_implementation": "eager",
 }  # fmt: skip
+LLAMA = COMMON | {"model_type": "llama"}
 MODELS = {
-    "llama_tied": {"tie_word_embeddings": True, "rope_theta": 10000.0},
-    "llama_untied": {"tie_word_embeddings": False, "rope_theta": 500000.0, "head_dim": 8},
+    "llama_tied": LLAMA | {"tie_word_embeddings": True, "rope_theta": 10000.0},
+    "llama_untied": LLAMA | {"tie_word_embeddings": False, "rope_theta": 500000.0, "head_dim": 8},
+    "qwen3": COMMON | {"model_type": "qwen3", "head_dim": 8, "attention_bias": True, "rope_theta": 1e6},
+    "qwen3_moe": COMMON
+    | {
+        "model_type": "qwen3_moe",
+        "head_dim": 4,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 8,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 2,
+    },
+    "gpt2": {
+        "model_type": "gpt2",
+        "vocab_size": 256,
+        "n_embd": 16,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 64,
+        "initializer_range": 0.3,
+        "attn_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+    },
+    "deepseek_v3": COMMON
+    | {
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": 4,
+        "q_lora_rank": 12,
+        "kv_lora_rank": 8,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 6,
+        "first_k_dense_replace": 2,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.5,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "original_max_position_embeddings": 16,
+        },
+    },
 }
 LONG = 96  # positions, more than 64
 SCALED = {  # changes of llama_untied
@@ -56,21 +100,25 @@ LLAMA_3_1 = {  # sizes of Llama 3.1 8B
 
 
 def write_golden(folder, seed=0, **settings):
-    """A folder as `save_pretrained` leaves it, with `expected.safetensors` beside: ids (4, 17), and of these the logits
-    of the first 16 positions, the loss of predicting the next, its gradients, and the 24 likeliest tokens after a row.
+    """A folder as `save_pretrained` leaves it, with `expected.safetensors` beside: ids (4, 17), the logits of the first
+    16 positions of 2 rows, the loss of predicting the next ids, its gradients, and the 24 likeliest tokens after a row.
     """
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(LlamaConfig(**COMMON, **settings)).eval()
+    config = AutoConfig.for_model(**settings)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if "norm" in name:
+        for name, weight in (*model.named_parameters(), *model.named_buffers()):
+            if weight.is_floating_point() and ("norm" in name or "ln_" in name or name.endswith("bias")):
                 weight.add_(0.3 * torch.randn_like(weight))
     model.save_pretrained(folder)
-    ids = torch.randint(0, COMMON["vocab_size"], (4, 17))
+    ids = torch.randint(0, config.vocab_size, (4, 17))
     found = model(input_ids=ids, labels=ids)
     found.loss.backward()
-    arrays = {f"gradients.{name}": weight.grad for name, weight in model.named_parameters()}
-    arrays |= {"ids": ids.int(), "logits": found.logits[:, :-1].detach(), "loss": found.loss.detach()}
+    arrays = {
+        f"gradients.{name}": torch.zeros_like(weight) if weight.grad is None else weight.grad  # of an idle expert
+        for name, weight in model.named_parameters()
+    }
+    arrays |= {"ids": ids.int(), "logits": found.logits[:2, :-1].detach(), "loss": found.loss.detach()}
     model.generation_config.eos_token_id = None
     arrays["tokens"] = model.generate(ids[:1], max_new_tokens=24, do_sample=False)[:, 17:].int()
     save_file({name: np.ascontiguousarray(array.numpy()) for name, array in arrays.items()}, expected_file(folder))
@@ -82,7 +130,7 @@ def write_scaled():
     The configs, as `transformers` writes them, are the file's metadata. Of Llama 3.1 there are frequencies only.
     """
     ids, arrays = np.random.default_rng(0).integers(0, COMMON["vocab_size"], (1, LONG)), {}
-    common = COMMON | MODELS["llama_untied"] | {"rope_theta": 100.0}
+    common = MODELS["llama_untied"] | {"rope_theta": 100.0}
     configs = {name: LlamaConfig(**common | changes) for name, changes in SCALED.items()}
     for name, config in configs.items():
         model = LlamaForCausalLM.from_pretrained(GOLDEN / "llama_untied", config=config).eval()
@@ -103,12 +151,14 @@ def expected_file(folder):
 
 def logits_of(folder, ids):
     """The logits of the model in a folder, an array, for an array of ids."""
-    model = LlamaForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
     with torch.no_grad():
         return model(torch.from_numpy(ids).long()).logits.numpy()
 
 
 if __name__ == "__main__":
-    write_scaled()
-    for name, settings in {} if sys.argv[1:] == ["rope"] else MODELS.items():
-        write_golden(GOLDEN / name, **settings)
+    chosen = sys.argv[1:] or ["rope", *MODELS]
+    if "rope" in chosen:
+        write_scaled()
+    for name in MODELS.keys() & chosen:
+        write_golden(GOLDEN / name, **MODELS[name])

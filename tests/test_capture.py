@@ -98,7 +98,7 @@ def test_a_graph_says_where_it_comes_from():
     graph = capture(model, *args, **named)
     by_path = {call.path: call for call in graph.calls()}
     attention = by_path["model.layers.1.self_attn"]
-    assert attention.class_name == "mindformers_core.models.attention.LlamaAttention"
+    assert attention.class_name == "mindformers_core.models.attention.GroupedAttention"
     names = ["hidden_states", "cosines", "sines", "first", "last", "places"]
     assert list(attention.arguments)[:6] == names
     assert [attention.arguments[name].constant for name in names] == [False, *[True] * 5]
@@ -117,8 +117,8 @@ def test_a_graph_says_where_it_comes_from():
     constants = by_path["model"].constants
     assert [constant.value.shape for constant in constants] == [(8, 1, 6)] * 2 + [(1, 8)] * 3
     text = str(graph)
-    assert "model.layers.0.mlp (mindformers_core.models.llama.LlamaMLP, call 12, evaluation)" in text
-    assert re.search(r"%2: float32\[2, 8, 40\] = SiLU\(%1\)  # .*llama\.py:\d+", text)
+    assert "model.layers.0.mlp (mindformers_core.models.feed_forward.GatedMLP, call 12, evaluation)" in text
+    assert re.search(r"%2: float32\[2, 8, 40\] = SiLU\(%1\)  # .*feed_forward\.py:\d+", text)
     assert "  parameter %1: float32[32, 24] = weight" in text
 
 

@@ -13,7 +13,7 @@ from test_training_loop import ONE_RANK, SMALL
 from mindformers_core.checkpoint.load import check_checksums, open_checkpoint
 from mindformers_core.checkpoint.mindspore_files import read_ckpt, write_ckpt
 from mindformers_core.commands.command_line import main
-from mindformers_core.models.spec import MODELS
+from mindformers_core.models.registry import MODELS
 from mindformers_core.recipe.loader import load_recipe
 from mindformers_core.trainer import trainer
 

@@ -10,11 +10,14 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 from support.hugging_face_llama import CONFIG, NEWER, weights, write_folder
 
-from mindformers_core.checkpoint.hugging_face import check_config, config_document, model_section, tensor_name
+from mindformers_core.checkpoint.hugging_face import check_config, config_document, model_section, tensor_map
 from mindformers_core.checkpoint.index import place_tensors
+from mindformers_core.checkpoint.regions import whole
+from mindformers_core.checkpoint.tensor_map import boxes_in_files
 from mindformers_core.commands.diffing import run_simulated
 from mindformers_core.models.configuration import LlamaConfig
-from mindformers_core.models.spec import MODELS, HuggingFaceFormat, ModelSpec
+from mindformers_core.models.registry import MODELS
+from mindformers_core.models.spec import FileTensor, HuggingFaceFormat, ModelSpec
 from mindformers_core.recipe.loader import load_recipe
 from mindformers_core.trainer.checkpoints import open_source, save_job
 
@@ -170,11 +173,10 @@ def test_models_without_a_format_keep_their_names_and_keys():
     check_config(spec, "package:Class", config, found, "config.json")
     with pytest.raises(ValueError, match="has model_type 'package:Class', but the model other:Class is 'other:Class'"):
         check_config(spec, "other:Class", config, found, "config.json")
-    assert tensor_name(spec)("a.weight") == "a.weight"
-    named = dataclasses.replace(
-        spec, hugging_face=HuggingFaceFormat("a", "A", (), tensor_name=lambda path: f"x.{path}")
-    )
-    assert tensor_name(named)("a.weight") == "x.a.weight"
+    assert tensor_map(spec, config) == ()
+    named = HuggingFaceFormat("a", "A", (), tensor_map=lambda config: [("*", (FileTensor(f"{config.dtype}.*"),))])
+    entries = tensor_map(dataclasses.replace(spec, hugging_face=named), config)
+    assert boxes_in_files(entries, "a.weight", (2, 3), whole((2, 3)))[0][:2] == ("float32.a.weight", (2, 3))
 
 
 def test_damaged_folders_are_errors(tmp_path):

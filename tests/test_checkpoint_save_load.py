@@ -9,10 +9,10 @@ import pytest
 from safetensors.numpy import load_file
 from support.checkpoint_states import MESHES, SHAPES, CountingFiles, State, state_on, tensors
 
-from mindformers_core.checkpoint.convert import convert
 from mindformers_core.checkpoint.load import check_checksums, load, open_checkpoint
 from mindformers_core.checkpoint.parts import divide
 from mindformers_core.checkpoint.save import plan_save
+from mindformers_core.dtypes import convert
 from mindformers_core.layout import Layout
 from mindformers_core.mesh import DeviceMesh
 

@@ -172,9 +172,9 @@ def test_the_text():
     assert max(map(len, lines)) <= 120
     assert lines[0] == "LlamaForCausalLM on the mesh (dp=2, tp=2), captured in training: 58 calls of Cells"
     assert sum(line.strip().startswith("layers.") for line in lines) == 2
-    assert "    layers.1 … layers.3  LlamaDecoderLayer: as model.layers.0" in lines
+    assert "    layers.1 … layers.3  DecoderLayer: as model.layers.0" in lines
     assert "        v_proj  ColumnParallelLinear: as model.layers.0.self_attn.k_proj" in text
-    pattern = r"%2 = SiLU\(%1\)  llama\.py:\d+ +float32 \[2, 8, 40\] -> \[1, 8, 20\] +\[dp, -, tp\]"
+    pattern = r"%2 = SiLU\(%1\)  feed_forward\.py:\d+ +float32 \[2, 8, 40\] -> \[1, 8, 20\] +\[dp, -, tp\]"
     assert len(re.findall(pattern, text)) == 1
     (gather,) = [
         place for place, line in enumerate(lines) if "(for input 'hidden_states' of Cell" in line and "mlp" in line

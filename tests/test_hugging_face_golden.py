@@ -1,10 +1,9 @@
-"""Llamas of Hugging Face's `transformers`, tied and untied, with grouped heads: what it says of them, here on meshes.
+"""Small models of all families of Hugging Face's `transformers`: what it says of them, here on meshes.
 
 `tests/golden` is what `make_hugging_face_golden.py` has written with torch. Where torch is, the nightly test takes
 other weights, and `transformers` loads our folder.
 """
 
-import json
 from pathlib import Path
 
 import mindspore as ms
@@ -14,23 +13,24 @@ from mindspore import Tensor
 from safetensors.numpy import load_file
 from support.small_generation import GREEDY, RECIPE, mesh
 
-from mindformers_core.checkpoint.hugging_face import model_section
+from mindformers_core.checkpoint.regions import inside, whole
 from mindformers_core.commands.generating import make_generator
 from mindformers_core.communication.simulated import SimulatedRanks
 from mindformers_core.mesh import init_device_mesh
-from mindformers_core.models.spec import MODELS
 from mindformers_core.passes.thread_tape import custom_gradients
 from mindformers_core.recipe.loader import load_recipe
 from mindformers_core.recipe.sections import Parallelism, recipe_mesh
-from mindformers_core.serving.predict import load_distributed_checkpoint
 from mindformers_core.tensor_parallel import shard
-from mindformers_core.trainer.checkpoints import open_source, save_job
+from mindformers_core.trainer.checkpoints import fill_weights, open_source, save_job
 from mindformers_core.trainer.trainer import Trainer
 
+_MOMENT = "adamw.moment1."
 GOLDEN = Path(__file__).parent / "golden"
-NAMES = "llama_tied", "llama_untied"
+NAMES = "llama_tied", "llama_untied", "qwen3", "gpt2", "qwen3_moe", "deepseek_v3"
 DP_AND_TP = mesh(dp=2, tp=2, zero_level=2, zero_threshold_kb=0)
 PIPELINE = [*mesh(pp=2, tp=2), "training.local_batch_size=4"]
+ZERO_3 = [*mesh(dp=2, tp=2, zero_level=3, zero_threshold_kb=0), "recompute=true"]
+SEQUENCES = mesh(cp=2, tp=2, sequence_parallel="true")
 
 
 class Rows:
@@ -46,20 +46,18 @@ class Rows:
 
 def recipe_of(folder, *overrides):
     """The recipe that trains the model in a folder of `transformers`, without clipping."""
-    section = model_section(MODELS["llama"], "llama", json.loads((folder / "config.json").read_text()), "config.json")
     return load_recipe(
         RECIPE,
         [
-            *(f"model.{key}={json.dumps(value)}" for key, value in section.items()), "training.local_batch_size=2",
-            "training.global_batch_size=4", "training.max_norm=0", "train_dataset.seq_length=16",
-            f"checkpoint.load_path={folder}", *overrides,
+            f"model={{from: {folder}}}", "training.local_batch_size=2", "training.global_batch_size=4",
+            "training.max_norm=0", "train_dataset.seq_length=16", *overrides,
         ],
     )  # fmt: skip
 
 
-def check_close(found, expected, name):
-    """Within 1e-5, relative to the largest value."""
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5 * abs(expected).max(), err_msg=name)
+def check_close(found, expected, name, box=...):
+    """Within 1e-5, relative to the largest value; of a box of `expected`."""
+    np.testing.assert_allclose(found, expected[box], rtol=1e-5, atol=1e-5 * abs(expected).max(), err_msg=name)
 
 
 def check_training(theirs, ours, *overrides):
@@ -75,30 +73,35 @@ def check_training(theirs, ours, *overrides):
         job = Trainer(recipe, mesh=ranks, dataset=data)
         folder = save_job(job)
         check_close(job.train_step()["loss"], expected["loss"], "loss")
-        states = {each.name: each for each in job.optimizer.get_parameters()}
-        for parameter in job.optimizer.parameters:
-            gradient = states[f"adamw.moment1.{parameter.name}"].asnumpy() / (1 - recipe.optimizer.betas[0])
-            mine = parameter.layout.local_slices(parameter.global_shape, rank)
-            check_close(gradient, expected[f"gradients.{parameter.name}"][mine], parameter.name)
-        return folder, save_job(job), {parameter.name for parameter in job.optimizer.parameters}
+        names = set()
+        for part, state in job.checkpointer.parts().items():
+            if part.name.startswith(_MOMENT):
+                gradient, name = part.of(state.asnumpy()) / (1 - recipe.optimizer.betas[0]), part.name[len(_MOMENT) :]
+                check_close(gradient, expected[f"gradients.{name}"], name, inside(part.box, whole(part.shape)))
+                names.add(name)
+        return folder, save_job(job), names
 
     with custom_gradients():
         results = SimulatedRanks(ranks.size).run(work)
     saved = load_file(f"{results[0][0]}/model-00001-of-00001.safetensors")
-    assert saved.keys() == tensors.keys() == set.union(*(names for *_, names in results))
+    assert saved.keys() == tensors.keys()
+    assert {f"gradients.{name}" for *_, names in results for name in names} == {
+        name for name in expected if name.startswith("gradients.")
+    }
     for name, array in saved.items():
         assert array.dtype == np.float32 and array.tobytes() == tensors[name].tobytes(), name
     return Path(results[0][1])
 
 
-def logits_here(folder, recipe, ids):
-    """The logits of all positions, with the weights of a folder, on two ranks."""
+def logits_here(recipe, ids):
+    """The logits of all positions, with the weights that a recipe loads, on two ranks."""
 
     def work(rank):
         with ms.DeviceCtx("meta"):
             net = recipe.spec.build(recipe.model).set_train(False)
-        shard(net, init_device_mesh((1, 2), ("dp", "tp")), Parallelism())
-        load_distributed_checkpoint(net, str(folder))
+        net_mesh = init_device_mesh((1, 2), ("dp", "tp"))
+        shard(net, net_mesh, Parallelism())
+        fill_weights(open_source(recipe), {0: net}, recipe, net_mesh, rank)
         return net(Tensor(ids)).full_tensor().asnumpy()
 
     return SimulatedRanks(2).run(work)[0]
@@ -107,7 +110,8 @@ def logits_here(folder, recipe, ids):
 def check_answers(theirs):
     """Logits, and the tokens that are generated, on two ranks."""
     expected, recipe = load_file(theirs / "expected.safetensors"), recipe_of(theirs, *mesh(tp=2))
-    check_close(logits_here(theirs, recipe, expected["ids"][:, :-1]), expected["logits"], "logits")
+    rows = len(expected["logits"])
+    check_close(logits_here(recipe, expected["ids"][:rows, :-1]), expected["logits"], "logits")
     checkpoint = open_source(recipe)
     prompts, new = expected["ids"][:1].tolist(), expected["tokens"].tolist()
 
@@ -118,17 +122,23 @@ def check_answers(theirs):
     assert len(set(new[0])) > 5
 
 
+MESHES = {"dp, tp, ZeRO 2": DP_AND_TP, "pp, tp": PIPELINE, "ZeRO 3, recompute": ZERO_3, "cp, tp, sp": SEQUENCES}
+DAILY = {
+    ("llama_tied", "dp, tp, ZeRO 2"), ("llama_untied", "pp, tp"), ("qwen3", "ZeRO 3, recompute"),
+    ("gpt2", "cp, tp, sp"), ("deepseek_v3", "cp, tp, sp"),
+    ("qwen3_moe", "dp, tp, ZeRO 2"),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("name", "overrides"),
+    ("name", "on"),
     [
-        pytest.param(NAMES[0], DP_AND_TP, id="tied, dp and tp"),
-        pytest.param(NAMES[1], PIPELINE, id="untied, pp and tp"),
-        pytest.param(NAMES[0], PIPELINE, id="tied, pp and tp", marks=pytest.mark.nightly),
-        pytest.param(NAMES[1], DP_AND_TP, id="untied, dp and tp", marks=pytest.mark.nightly),
+        pytest.param(name, on, marks=() if (name, on) in DAILY else pytest.mark.nightly)
+        for name in NAMES for on in MESHES
     ],
-)
-def test_their_loss_and_gradients(tmp_path, name, overrides):
-    check_training(GOLDEN / name, tmp_path, *overrides)
+)  # fmt: skip
+def test_their_loss_and_gradients(tmp_path, name, on):
+    check_training(GOLDEN / name, tmp_path, *MESHES[on])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -147,8 +157,8 @@ def test_transformers_itself(tmp_path, name):
     theirs = tmp_path / "theirs"
     write_golden(theirs, seed=7, **SETTINGS[name])
     check_answers(theirs)
-    trained, recipe = check_training(theirs, tmp_path / "ours", *DP_AND_TP), recipe_of(theirs, *mesh())
+    trained = check_training(theirs, tmp_path / "ours", *DP_AND_TP)
     ids = np.random.default_rng(1).integers(0, 256, (2, 40)).astype(np.int32)
     found = logits_of(trained, ids)
-    check_close(logits_here(trained, recipe, ids), found, "logits")
+    check_close(logits_here(recipe_of(trained, *mesh()), ids), found, "logits")
     assert abs(found - logits_of(theirs, ids)).max() > 1e-3  # the step has changed the model

@@ -10,9 +10,10 @@ from mindspore.common.initializer import Normal
 from support.split_models import batch as small_batch
 
 from mindformers_core.layout import layout
-from mindformers_core.models import LlamaConfig, LlamaForCausalLM, LlamaModel, ModuleSpec
-from mindformers_core.models.attention import LlamaAttention
-from mindformers_core.models.llama import LlamaDecoderLayer, LlamaMLP
+from mindformers_core.models import Decoder, LlamaConfig, LlamaForCausalLM, ModuleSpec
+from mindformers_core.models.attention import GroupedAttention
+from mindformers_core.models.decoder import DecoderLayer
+from mindformers_core.models.feed_forward import GatedMLP
 from mindformers_core.models.positions import places_seen
 from mindformers_core.models.rotary import apply_rotary, rotary_tables
 from mindformers_core.pipeline import split_layers
@@ -141,7 +142,7 @@ def softmax(x):
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_grouped_query_attention_against_explicit_repeat(kv_heads):
     config = LlamaConfig(**{**SMALL, "num_key_value_heads": kv_heads, "head_dim": 10})
-    cell = LlamaAttention(config, Normal(0.5))
+    cell = GroupedAttention(config, Normal(0.5))
     x = np.random.default_rng(4).normal(size=(2, 5, 24)).astype(np.float32)
     tables = rotary_tables(5, 10, config.rope_theta)
     actual = cell(Tensor(x), *tables, *places_seen(5, (0,))[1]).asnumpy()
@@ -190,12 +191,12 @@ def test_stages_of_a_pipeline_compute_the_whole():
 
 
 def test_layer_spec_replaces_a_part():
-    class Numbered(LlamaMLP):
+    class Numbered(GatedMLP):
         def construct(self, hidden_states):
             return hidden_states
 
-    spec = ModuleSpec(LlamaDecoderLayer, {"mlp": Numbered})
-    model = LlamaModel(LlamaConfig(**SMALL), spec, split_layers(2, 2)[1])
+    spec = ModuleSpec(DecoderLayer, {"mlp": Numbered})
+    model = Decoder(LlamaConfig(**SMALL), spec, split_layers(2, 2)[1])
     (layer,) = model.layers.values()
     assert type(layer.mlp) is Numbered and layer.layer_number == 2
     assert model.build_layer(spec, 1).layer_number == 2

@@ -33,7 +33,7 @@ def generated(layers):
 
 def test_layers_share_their_functions():
     (few, short), (many, long) = generated(3), generated(24)
-    assert short.count("\ndef ") == long.count("\ndef ") and "def parallel_llama_decoder_layer(self" in long
+    assert short.count("\ndef ") == long.count("\ndef ") and "def parallel_decoder_layer(self" in long
     assert long.count("\n") - short.count("\n") == 24 - 3, "a line for each layer more: its call"
     plans = [plan for _, plan in programs(many)[0].plan.walk()]
     assert len({id(plan) for plan in plans}) == len({id(f) for _, f in programs(few)[0].plan.walk()}) < len(plans)
@@ -42,6 +42,6 @@ def test_layers_share_their_functions():
 
 def test_a_cell_below_is_explained_by_its_part():
     net, _ = generated(2)
-    assert explain(net.model.layers["1"].mlp).startswith("LlamaMLP on the mesh (dp=2, tp=2)")
+    assert explain(net.model.layers["1"].mlp).startswith("GatedMLP on the mesh (dp=2, tp=2)")
     with pytest.raises(ValueError, match="has no program yet"):
         explain(shard(ms.nn.ReLU(), init_device_mesh((2, 2), ("dp", "tp")), plan={"": {"input": layout("dp")}}))

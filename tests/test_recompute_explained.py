@@ -152,7 +152,7 @@ def test_a_compiled_cell_that_runs_again_has_a_mark(tmp_path):
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert page.count('<span class="mark recomputed">↻ recomputed whole: ') == 3
     part = explain(net.model.layers["2"].mlp).splitlines()
-    (line,) = [line for line in part if ".mlp  LlamaMLP " in line]
+    (line,) = [line for line in part if ".mlp  GatedMLP " in line]
     assert "[recomputed whole: " in line
 
 
@@ -282,9 +282,9 @@ def test_operators_are_listed_with_and_without_recompute():
         next(entry for entry in plain.cells if entry.name == f"model.layers.1{part}")
         for part in (".self_attn", ".mlp", "")
     )
-    assert (attention.operator, layer.operator) == ("LlamaAttention", "LlamaDecoderLayer")
+    assert (attention.operator, layer.operator) == ("GroupedAttention", "DecoderLayer")
     assert weights.saved_bytes < attention.saved_bytes < layer.saved_bytes - mlp.saved_bytes
-    assert "model.layers.1.self_attn.core_attention.Attention" in str(plain) and "LlamaAttention" in str(plain)
+    assert "model.layers.1.self_attn.core_attention.Attention" in str(plain) and "GroupedAttention" in str(plain)
     with pytest.raises(TypeError, match="Dense isn't sharded: call shard"):
         list_operators(nn.Dense(2, 2))
 

@@ -17,9 +17,10 @@ from safetensors.numpy import load_file
 from mindformers_core.checkpoint.hugging_face import check_config, config_document, model_section
 from mindformers_core.models import LlamaConfig
 from mindformers_core.models.llama import LlamaForCausalLM
+from mindformers_core.models.registry import MODELS
 from mindformers_core.models.rope_scaling import rotary_frequencies
 from mindformers_core.models.rotary import rotary_tables
-from mindformers_core.models.spec import MODELS, HuggingFaceFormat
+from mindformers_core.models.spec import HuggingFaceFormat
 from mindformers_core.recipe.loader import load_recipe, recipe_from_dict, recipe_to_dict
 from mindformers_core.sharding.initialize import materialize
 

@@ -14,7 +14,7 @@ from mindformers_core.explaining.report import make_report
 from mindformers_core.layout import layout
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.models import LlamaConfig, LlamaForCausalLM, ModuleSpec
-from mindformers_core.models.llama import LLAMA_LAYER, LlamaDecoderLayer
+from mindformers_core.models.decoder import DECODER_LAYER, DecoderLayer
 from mindformers_core.operators import tensor_meta
 from mindformers_core.program.structure import tree_leaves
 from mindformers_core.tensor_parallel import prepare, shard
@@ -34,7 +34,7 @@ def test_sharded_stages_compute_the_whole(one_rank, name, mode):
     )
 
 
-def planned(config, stage_inputs, options, layers=None, layer_spec=LLAMA_LAYER):
+def planned(config, stage_inputs, options, layers=None, layer_spec=DECODER_LAYER):
     """The plan of a stage on the mesh (dp 2, tp 2)."""
     with ms.DeviceCtx("meta"):
         net = LlamaForCausalLM(config, layer_spec, layers)
@@ -82,7 +82,7 @@ def test_boundaries_send_nothing(rank_0_of_4, name, options):
         assert tuple(arriving.shape) == tuple(plan.graph.result.shape) == (batch_size, 8, 24)
 
 
-class GatheredLayer(LlamaDecoderLayer):
+class GatheredLayer(DecoderLayer):
     """A layer that gives whole hidden states also in sequence parallel."""
 
     def shard(self, config=None):

@@ -8,7 +8,6 @@ from fnmatch import fnmatchcase
 
 import numpy as np
 
-from mindformers_core.checkpoint.convert import convert
 from mindformers_core.checkpoint.folders import find_checkpoint
 from mindformers_core.checkpoint.index import CONFIG, encode_json
 from mindformers_core.checkpoint.load import load, open_checkpoint
@@ -16,15 +15,15 @@ from mindformers_core.checkpoint.parts import Part
 from mindformers_core.checkpoint.regions import whole
 from mindformers_core.checkpoint.save import save
 from mindformers_core.checkpoint.slices import FileLayer, read_file
+from mindformers_core.dtypes import convert
 
 _START = "base_model.model."
 _BESIDE = (CONFIG, "generation_config.json", "tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt")
 
 
-def adapter_tensor(path, file_name):
-    """The name in files of an adapter's tensor at `path`, `….lora_A`; `file_name`: that of a weight's path."""
-    layer, _, end = path.rpartition(".")
-    return f"{_START}{file_name(f'{layer}.weight').removesuffix('.weight')}.{end}.weight"
+def adapter_tensor(path):
+    """The name in files of an adapter's tensor at `path`, `….lora_A`."""
+    return f"{_START}{path}.weight"
 
 
 def parameter_name(group, name):

@@ -58,7 +58,8 @@ class Checkpointer:
         mesh: the `DeviceMesh` of all these ranks. Default: all of the world.
         keep_last, keep_every: numbers of `prune`: checkpoints that stay. Default: all.
         async_save: whether `save` returns when the state is copied, while a process writes it. Default: False.
-        file_name: function of the path of a parameter that returns the name of its tensor in files. Default: the path.
+        tensor_map: which tensors of files a parameter lies in, see `tensor_map.py`. Default: one that is called by its
+            path.
 
     Attributes:
         state: the dict of the loop's own in the loaded checkpoint; {} before.
@@ -70,10 +71,10 @@ class Checkpointer:
 
     def __init__(
         self, folder, cells, optimizer=None, mesh=None, keep_last=0, keep_every=0, async_save=False,
-        file_name=lambda path: path,
+        tensor_map=(),
     ):  # fmt: skip
         self.folder, self.newest, self.base, self.state, self.seconds = folder, None, None, {}, {}
-        self._file_name, self._optimizer = file_name, optimizer
+        self._tensor_map, self._optimizer = tensor_map, optimizer
         self._cells = [cells] if isinstance(cells, nn.Cell) else list(cells)
         here, self._keep, self._plan, self._parts = world(), (keep_last, keep_every), None, None
         self._ranks = ranks_of(DeviceMesh((here.size,), ("rank",)) if mesh is None else mesh, here.rank)
@@ -90,7 +91,7 @@ class Checkpointer:
 
     def parts(self, with_optimizer=True, checkpoint=None):
         """The `Part`s of this rank's tensors, a dict, `Part` -> Parameter: to save, or those of a `Checkpoint`."""
-        given = self._ranks.rank, self._file_name
+        given = self._ranks.rank, self._tensor_map
         found = parts_of(checkpoint, model_parts(self._cells, *given))
         if with_optimizer and self._optimizer is not None:
             found |= optimizer_parts(self._optimizer, *given)
@@ -125,7 +126,7 @@ class Checkpointer:
         started, before = time.perf_counter(), {} if self._background is None else self._background.seconds
         parts, documents = self.contents(step, state, documents)
         self.newest = folder = step_folder(self.folder, step)
-        arguments = folder, list(parts), lambda part: parts[part].asnumpy(), documents
+        arguments = folder, list(parts), lambda part: part.of(parts[part].asnumpy()), documents
         if self._background is not None:
             self._background.start(*arguments, self._keep)
         else:

@@ -3,6 +3,8 @@
 import dataclasses
 from fnmatch import fnmatchcase
 
+from mindformers_core.hints import nearest
+
 _DTYPE_KEYS = ("torch_dtype", "dtype")
 _ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # of texts, which no model computes with
@@ -10,9 +12,9 @@ _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # of texts, which
 _OF_TRAINING = (*_DTYPE_KEYS, "attention_dropout", "initializer_range", "max_position_embeddings")
 
 
-def tensor_name(spec):
-    """The function of a parameter's path that returns the name of its tensor in files; `spec` is a `ModelSpec`."""
-    return spec.hugging_face.tensor_name if spec.hugging_face else lambda path: path
+def tensor_map(spec, config):
+    """The tensor map, see `tensor_map.py`, of a `ModelSpec` and its config."""
+    return tuple(spec.hugging_face.tensor_map(config)) if spec.hugging_face else ()
 
 
 def ignored_tensors(spec, names, config=None):
@@ -37,13 +39,27 @@ def config_document(spec, name, config, carried=None):
     ids = {key: carried[key] for key in _TOKEN_IDS if key in (carried or {})}
     if known is None:
         return {"model_type": name, **ids, **values}
-    given = _given({key: values[key] for key in known.keys})
+    given = _given({known.aliases.get(key, key): values[key] for key in known.keys})
     scaling = given.get("rope_scaling", {})
     if scaling.get("rope_type") == "dynamic":  # in `transformers` it begins at the longest sequence
         given["max_position_embeddings"] = scaling.pop("original_max_position_embeddings")
-    fixed = {key: value for key, value in known.fixed.items() if value is not None}
+    fixed = {key: value for key, value in (known.fixed | known.written).items() if value is not None}
     dtype = {"torch_dtype": values["dtype"]} if "dtype" in values else {}
     return {"architectures": [known.architecture], "model_type": known.model_type, **ids, **given, **fixed, **dtype}
+
+
+def model_of(models, found, where):
+    """The name of the model in `models`, a dict of `ModelSpec`s, that has the `model_type` of a `config.json`.
+
+    Arguments and errors as of `model_section`.
+    """
+    kinds = {spec.hugging_face.model_type: name for name, spec in models.items()}
+    kind = found.get("model_type") if isinstance(found, dict) else None
+    if kind not in kinds:
+        raise ValueError(
+            f"{where} has model_type {kind!r}, which isn't one of {', '.join(kinds)}{nearest(kind, kinds)}"
+        )
+    return kinds[kind]
 
 
 def model_section(spec, name, found, where):
@@ -73,7 +89,8 @@ def model_section(spec, name, found, where):
     for key, value in known.fixed.items():
         if found.get(key, value) != value:
             raise ValueError(f"{where} has {key} {found[key]!r}, but the model {name} computes with {value!r}")
-    section = {key: found[key] for key in known.keys if key in found}
+    names = {key: known.aliases.get(key, key) for key in known.keys}
+    section = {key: found[name] for key, name in names.items() if name in found}
     dtype = next((found[key] for key in _DTYPE_KEYS if found.get(key)), None)
     return section | ({} if dtype is None else {"dtype": dtype})
 

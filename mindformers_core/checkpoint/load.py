@@ -10,11 +10,11 @@ from itertools import chain, groupby
 
 from mindformers_core.checkpoint import index
 from mindformers_core.checkpoint.checksums import MODULUS, checksum
-from mindformers_core.checkpoint.convert import convert
 from mindformers_core.checkpoint.folders import find_checkpoint
 from mindformers_core.checkpoint.parts import Ranks, divide, on_all_ranks, parts_of_all, tensors_of
 from mindformers_core.checkpoint.regions import inside, overlap, volume
 from mindformers_core.checkpoint.slices import FileLayer, opened, read_box, read_bytes, read_file
+from mindformers_core.dtypes import convert
 from mindformers_core.hints import nearest
 from mindformers_core.scopes import errors_at
 
@@ -237,7 +237,8 @@ def _sums(pieces, owned, part, array, counts):
     """Checksums of the owned parts of the saved pieces, a list of (group, name, number of the piece, sum)."""
     found = {}
     for number, (box, _) in enumerate(pieces):
-        for common in (overlap(box, mine) for mine in owned):
+        here = overlap(box, part.box)
+        for common in () if here is None else (overlap(here, mine) for mine in owned):
             if common is None:  # () is that of scalars
                 continue
             values = array[inside(common, part.box)]

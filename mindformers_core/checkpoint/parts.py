@@ -1,7 +1,7 @@
 """Parts of global tensors on ranks, and work that ranks do together. Pure Python."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mindformers_core.checkpoint.regions import balanced, cells, split, volume
 from mindformers_core.dtypes import ITEM_BYTES
@@ -22,6 +22,7 @@ class Part:
         dtype: its name.
         shape: of the whole tensor.
         box: see `regions`.
+        view: the `View` of it in the array of the Parameter that has it; None: it is all of that.
     """
 
     group: str
@@ -29,6 +30,7 @@ class Part:
     dtype: str
     shape: tuple
     box: tuple
+    view: object = field(default=None, compare=False)
 
     @property
     def key(self):
@@ -39,6 +41,10 @@ class Part:
     def nbytes(self):
         """Bytes of the box."""
         return volume(self.box) * ITEM_BYTES[self.dtype]
+
+    def of(self, array):
+        """Its values in the array of its Parameter's part; written there, they are in the array."""
+        return array if self.view is None else self.view.of(array)
 
 
 @dataclass(frozen=True)

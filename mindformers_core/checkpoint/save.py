@@ -14,8 +14,9 @@ from mindformers_core.checkpoint import index
 from mindformers_core.checkpoint.checksums import checksum
 from mindformers_core.checkpoint.folders import INCOMPLETE, REPLACED, tidy
 from mindformers_core.checkpoint.parts import PIECE_BYTES, Ranks, divide, on_all_ranks, parts_of_all, tensors_of
-from mindformers_core.checkpoint.regions import inside, volume
+from mindformers_core.checkpoint.regions import inside, overlap, volume
 from mindformers_core.checkpoint.slices import FileLayer, opened, write_all, write_box, write_file
+from mindformers_core.grouping import grouped
 from mindformers_core.hints import bytes_shown
 
 
@@ -151,11 +152,11 @@ def make_files(folder, plan, files, needed=None):
 
 def piece_arrays(plan, rank, parts, values):
     """Pairs (`Piece`, its array) of all pieces that `rank` writes, in the order of the plan; arguments as of `save`."""
-    own, held = {part.key: part for part in parts}, (None, None)
+    own, held = grouped((part.key, part) for part in parts), (None, None)
     for piece in plan.of_rank(rank):
-        part = own[piece.key]
-        if held[0] != piece.key:
-            held = piece.key, values(part)
+        part = next(part for part in own[piece.key] if overlap(part.box, piece.box) == piece.box)
+        if held[0] is not part:
+            held = part, values(part)
         yield piece, held[1][inside(piece.box, part.box)]
 
 

@@ -1,5 +1,7 @@
 """The Parameters of a rank as parts of global tensors: weights, and the moments of an optimizer."""
 
+from collections import Counter
+
 import numpy as np
 from mindspore import Parameter, Tensor
 
@@ -7,6 +9,7 @@ from mindformers_core.checkpoint.adapters import adapter_tensor
 from mindformers_core.checkpoint.load import load
 from mindformers_core.checkpoint.parts import Part, Ranks
 from mindformers_core.checkpoint.regions import local_box, shape_of, whole
+from mindformers_core.checkpoint.tensor_map import boxes_in_files
 from mindformers_core.communication.messages import gather_values
 from mindformers_core.communication.tensor_bytes import numpy_dtype
 from mindformers_core.dtypes import dtype_name
@@ -18,14 +21,15 @@ def ranks_of(mesh, rank):
     return Ranks(rank, lambda value: gather_values(mesh, value))
 
 
-def model_parts(cells, rank, file_name=lambda path: path):
-    """The `Part`s of the weights, trained or not, and of adapters, of Cells: a dict, `Part` -> Parameter.
+def model_parts(cells, rank, tensor_map=()):
+    """The `Part`s of the weights, trained or not, and of adapters, of Cells: a dict, `Part` -> Parameter, which several
+    have where files have its boxes in several tensors.
 
     Args:
         cells: after `shard()`, `hsdp()`, or neither. Equal paths in several Cells are one tensor. A Parameter whose
             attribute `persistent` is False, such as a cache, is left out.
         rank: this rank's number.
-        file_name: function of the path of a parameter that returns the name of the tensor in files.
+        tensor_map: see `tensor_map.py`. Default: names of tensors are the paths of parameters.
     """
     parameters = {}
     for cell in cells:
@@ -34,9 +38,10 @@ def model_parts(cells, rank, file_name=lambda path: path):
                 parameters.setdefault(path, parameter)
     found = {}
     for path, parameter in parameters.items():
-        group = getattr(parameter, "group", "model")
-        name = adapter_tensor(path, file_name) if group == "adapter" else file_name(path)
-        found[_part(group, name, parameter, parameter, rank)] = parameter
+        group, name, own = getattr(parameter, "group", "model"), path, tensor_map
+        if group == "adapter":
+            name, own = adapter_tensor(path), ()
+        found |= dict.fromkeys(_parts(group, "", name, parameter, parameter, rank, own), parameter)
     return found
 
 
@@ -59,7 +64,7 @@ def has_adapters(parts):
     return any(getattr(each, "is_base", False) for each in parts.values())
 
 
-def optimizer_parts(optimizer, rank, file_name=lambda path: path):
+def optimizer_parts(optimizer, rank, tensor_map=()):
     """The `Part`s of the state of an optimizer, a dict, `Part` -> Parameter; arguments as of `model_parts`.
 
     Raises:
@@ -68,13 +73,15 @@ def optimizer_parts(optimizer, rank, file_name=lambda path: path):
     """
     found = {}
     for state, placed in states_of(optimizer):
-        name = state.name
-        if placed is not None:
-            name = name.removesuffix(placed.name) + file_name(placed.name)
-        part = _part("optimizer", name, state, state if placed is None else placed, rank)
-        if part in found:
+        own = (
+            ("", state.name, state, state)
+            if placed is None
+            else (state.name.removesuffix(placed.name), placed.name, state, placed)
+        )
+        parts = _parts("optimizer", *own, rank, () if placed is None else tensor_map)
+        if not found.keys().isdisjoint(parts):
             raise ValueError(f"{type(optimizer).__name__} has two Parameters '{state.name}': give each its own name")
-        found[part] = state
+        found |= dict.fromkeys(parts, state)
     return found
 
 
@@ -128,14 +135,15 @@ def share_weights(cells):
                 parameter.set_data(weights[path])
 
 
-def _part(group, name, tensor, placed, rank):
-    """The `Part` of a tensor that lies where the Parameter `placed` does."""
+def _parts(group, start, path, tensor, placed, rank, tensor_map):
+    """The `Part`s of a tensor that lies where the Parameter `placed` at `path` does; their names begin with `start`."""
     layout, shape = getattr(placed, "layout", None), tuple(getattr(placed, "global_shape", placed.shape))
     sizes = getattr(placed, "part_sizes", ())
     box = whole(shape) if layout is None else local_box(layout, padded_shape(shape, sizes), rank)
-    assert shape_of(box) == tuple(tensor.shape), (name, box, tensor.shape)
+    assert shape_of(box) == tuple(tensor.shape), (path, box, tensor.shape)
     box = tuple((each.start, each.stop) for each in own_slices([slice(*ends) for ends in box], sizes))
-    return Part(group, name, dtype_name(tensor.dtype), shape, box)
+    found, dtype = boxes_in_files(tensor_map, path, shape, box), dtype_name(tensor.dtype)
+    return [Part(group, start + name, dtype, *described) for name, *described in found]
 
 
 def fill_parameter(parameter, array):
@@ -145,7 +153,20 @@ def fill_parameter(parameter, array):
 
 
 def load_parameters(checkpoint, parts, ranks, converts=False, ignored=()):
-    """`load` into Parameters: `parts` is a dict, `Part` -> Parameter; results, errors and others as of `load`."""
-    return load(
-        checkpoint, list(parts), lambda part, array: fill_parameter(parts[part], array), ranks, converts, ignored
-    )
+    """`load` into Parameters: `parts` is a dict, `Part` -> Parameter; results, errors and others as of `load`.
+
+    A Parameter of several parts is filled when the last one has come.
+    """
+    left, arrays = Counter(id(parameter) for parameter in parts.values()), {}
+
+    def fill(part, values):
+        parameter, array = parts[part], values
+        if part.view is not None:
+            array = arrays.setdefault(id(parameter), np.zeros(parameter.shape, values.dtype))
+            part.of(array)[...] = values
+        left[id(parameter)] -= 1
+        if not left[id(parameter)]:
+            fill_parameter(parameter, array)
+            arrays.pop(id(parameter), None)
+
+    return load(checkpoint, list(parts), fill, ranks, converts, ignored)

@@ -7,9 +7,10 @@ from mindformers_core.lazy_exports import lazy_exports
 
 _EXPORTS = {
     "adapters": "add_adapters merge_adapters",
-    "spec": "LayerRange ModelSpec ModuleSpec build_module",
+    "spec": "LayerRange LayerSpec ModelSpec ModuleSpec build_module",
     "configuration": "LlamaConfig",
-    "llama": "LlamaForCausalLM LlamaModel",
+    "decoder": "CausalDecoder Decoder",
+    "llama": "LlamaForCausalLM",
     "manual_split": "model_split_manual",
 }
 

@@ -6,35 +6,47 @@ from mindspore.common.initializer import initializer
 
 from mindformers_core.layout import layout
 from mindformers_core.models.rotary import apply_rotary
+from mindformers_core.models.spec import LayerSpec
 from mindformers_core.tensor_parallel.attention import attention
-from mindformers_core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, gathered_layout
+from mindformers_core.tensor_parallel.layers import ColumnParallelLinear, RMSNorm, RowParallelLinear, gathered_layout
 
 
-class LlamaAttention(nn.Cell):
+class GroupedAttention(nn.Cell):
     """Hidden states (batch, length, hidden_size) → the same shape. Heads are sharded over `tp`.
 
     Args:
-        config: a `LlamaConfig`.
+        config: of the layer, as a `LlamaConfig`.
         weight_init: initializer of the projections.
+        spec: a `LayerSpec`: biases, and norms of queries and keys. Default: neither.
 
     Attributes:
         cache: a `KeyValueCache` where the model generates, else None. Calls with `slots` attend to all that it holds,
             others to their own keys and values.
     """
 
-    def __init__(self, config, weight_init):
+    def __init__(self, config, weight_init, spec=None):
         super().__init__()
+        spec = LayerSpec() if spec is None else spec
         self.cache = None
         self.num_heads = config.num_attention_heads
         self.num_key_value_heads = config.num_key_value_heads
         self.head_dim = config.head_dim
-        settings = {"weight_init": weight_init, "dtype": getattr(ms, config.dtype)}
+        self.is_rotary = config.rotary_size > 0
+        dtype = getattr(ms, config.dtype)
+        settings = {"weight_init": weight_init, "has_bias": spec.query_bias, "dtype": dtype}
         query_size, key_value_size = self.num_heads * self.head_dim, self.num_key_value_heads * self.head_dim
         self.q_proj = ColumnParallelLinear(config.hidden_size, query_size, **settings)
         self.k_proj = ColumnParallelLinear(config.hidden_size, key_value_size, **settings)
         self.v_proj = ColumnParallelLinear(config.hidden_size, key_value_size, **settings)
-        self.core_attention = CoreAttention(config)
-        self.o_proj = RowParallelLinear(query_size, config.hidden_size, **settings)
+        norms = [HeadNorm(self.head_dim, spec.norm_eps, dtype) if spec.head_norms else None for _ in range(2)]
+        self.q_norm, self.k_norm = norms
+        self.core_attention = CoreAttention(self.head_dim**-0.5, config.attention_dropout)
+        self.o_proj = RowParallelLinear(query_size, config.hidden_size, **settings | {"has_bias": spec.output_bias})
+
+    @property
+    def cache_sizes(self):
+        """Of a `KeyValueCache`: heads, and the sizes of a key's and a value's one."""
+        return self.num_key_value_heads, self.head_dim, self.head_dim
 
     def shard(self, config=None):
         """The hidden states are gathered once for all three projections."""
@@ -45,7 +57,10 @@ class LlamaAttention(nn.Cell):
         query = ops.reshape(self.q_proj(hidden_states), (batch, length, self.num_heads, self.head_dim))
         key = ops.reshape(self.k_proj(hidden_states), (batch, length, self.num_key_value_heads, self.head_dim))
         value = ops.reshape(self.v_proj(hidden_states), (batch, length, self.num_key_value_heads, self.head_dim))
-        query, key = apply_rotary(query, cosines, sines), apply_rotary(key, cosines, sines)
+        if self.q_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        if self.is_rotary:
+            query, key = apply_rotary(query, cosines, sines), apply_rotary(key, cosines, sines)
         if slots is not None:
             key, value = self.cache(key, value, slots)
         return self.o_proj(self.core_attention(query, key, value, first, last, places, order, exact))
@@ -54,26 +69,34 @@ class LlamaAttention(nn.Cell):
 class CoreAttention(nn.Cell):
     """Attention between its projections, without parameters.
 
-    Inputs are queries (batch, length, heads, head_dim), keys and values (batch, length, key_value_heads, head_dim), and
-    what `places_seen` gives; the output is (batch, length, heads * head_dim). The name is Megatron-LM's (Korthikanti et
-    al., "Reducing Activation Recomputation in Large Transformer Models", 2022).
+    Inputs are queries (batch, length, heads, head_dim), keys (batch, length, key_value_heads, head_dim), values, whose
+    heads may have another size, and what `places_seen` gives; the output is (batch, length, heads * size). The name is
+    Megatron-LM's (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022).
 
     Args:
-        config: a `LlamaConfig`.
+        scale: factor of the products of queries and keys.
+        dropout: probability with which a weight is 0 in training. Default: 0.
 
     Attributes:
         algorithm: where sequences are cut, see `attention`.
     """
 
-    def __init__(self, config):
+    def __init__(self, scale, dropout=0.0):
         super().__init__()
-        self.scale, self.algorithm, self.dropout = config.head_dim**-0.5, "auto", config.attention_dropout
+        self.scale, self.algorithm, self.dropout = scale, "auto", dropout
 
     def construct(self, query, key, value, first, last, places, order, exact):
-        batch, length, heads, head_dim = query.shape
+        batch, length, heads, _ = query.shape
         known = self.scale, order, (None, 0), exact, self.algorithm, self.dropout if self.training else 0.0
         mixed, _ = attention(query, key, value, first, last, places, *known)
-        return ops.reshape(mixed, (batch, length, heads * head_dim))
+        return ops.reshape(mixed, (batch, length, heads * value.shape[-1]))
+
+
+class HeadNorm(RMSNorm):
+    """An `RMSNorm` of each head of (batch, length, heads, head_dim), as they are cut."""
+
+    def shard(self, config=None):
+        return None, None, layout(None)
 
 
 class KeyValueCache(nn.Cell):
@@ -83,15 +106,15 @@ class KeyValueCache(nn.Cell):
     an int dtype; the output is all that is held: two tensors (batch, slots, key_value_heads, head_dim).
 
     Args:
-        slots, batch, heads, head_dim, dtype: of the cache.
+        slots, batch, heads, head_dim, value_size, dtype: of the cache; `value_size` is that of a value's head.
 
     Attributes:
-        keys, values: Parameters of shape (slots, batch, heads, head_dim), so that a write is one of rows.
+        keys, values: Parameters of shape (slots, batch, heads, size), so that a write is one of rows.
     """
 
-    def __init__(self, slots, batch, heads, head_dim, dtype):
+    def __init__(self, slots, batch, heads, head_dim, value_size, dtype):
         super().__init__()
-        zeros = [initializer("zeros", (slots, batch, heads, head_dim), dtype) for _ in range(2)]
+        zeros = [initializer("zeros", (slots, batch, heads, size), dtype) for size in (head_dim, value_size)]
         self.keys, self.values = (Parameter(each, requires_grad=False) for each in zeros)
         self.keys.persistent = self.values.persistent = False  # of no checkpoint
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 
 from mindformers_core.hints import nearest
 from mindformers_core.models.rope_scaling import RopeScaling, rope_scaling_of
+from mindformers_core.models.spec import LayerSpec
 from mindformers_core.ranges import bounded, check_fields
 from mindformers_core.scopes import errors_at
 
@@ -77,13 +78,11 @@ class LlamaConfig:
         if self.num_key_value_heads is None:
             object.__setattr__(self, "num_key_value_heads", self.num_attention_heads)
         check_fields(self)
-        if self.dtype not in _DTYPES:
-            hint = nearest(self.dtype, _DTYPES)
-            raise ValueError(f"dtype: {self.dtype!r} should be one of {', '.join(_DTYPES)}{hint}")
+        check_dtype(self.dtype)
         if self.head_dim is None:
-            _check_divides("hidden_size", self.hidden_size, "num_attention_heads", self.num_attention_heads)
+            check_divides("hidden_size", self.hidden_size, "num_attention_heads", self.num_attention_heads)
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
-        _check_divides("num_attention_heads", self.num_attention_heads, "num_key_value_heads", self.num_key_value_heads)
+        check_divides("num_attention_heads", self.num_attention_heads, "num_key_value_heads", self.num_key_value_heads)
         if self.head_dim % 2:
             raise ValueError(f"head_dim: {self.head_dim} should be even: rotary embedding turns pairs of values")
         if self.rope_scaling is not None:
@@ -91,12 +90,24 @@ class LlamaConfig:
         if self.heterogeneous_block_specs is not None:
             self._check_block_specs()
 
+    divided_keys = "num_attention_heads", "num_key_value_heads", "intermediate_size"  # by tensor_parallel
+    learns_positions = False
+
+    @property
+    def rotary_size(self):
+        """Size of the part of a head that rotary positions turn; 0: there are none."""
+        return self.head_dim
+
+    def layer_spec(self, layer_number):
+        """The `LayerSpec` of the decoder layer with this number in the whole model, from 1."""
+        return LayerSpec(norm_eps=self.rms_norm_eps)
+
     def _complete_rope_scaling(self):
         if not isinstance(self.rope_scaling, (RopeScaling, dict)):
             raise TypeError(f"rope_scaling: expected a dict by key, not {self.rope_scaling!r}")
         with errors_at("rope_scaling."):
             scaling = rope_scaling_of(self.rope_scaling)
-            scaling = scaling.of_model(self.max_position_embeddings, self.head_dim, self.rope_theta)
+            scaling = scaling.of_model(self.max_position_embeddings, self.rotary_size, self.rope_theta)
         object.__setattr__(self, "rope_scaling", scaling)
 
     def _check_block_specs(self):
@@ -126,8 +137,7 @@ class LlamaConfig:
         Raises:
             ValueError: no such layer.
         """
-        if not 1 <= global_layer_number <= self.num_hidden_layers:
-            raise ValueError(f"layer number {global_layer_number} should be from 1 to {self.num_hidden_layers}")
+        check_layer_number(self, global_layer_number)
         if self.heterogeneous_block_specs is None:
             return self
         index = global_layer_number - 1
@@ -135,7 +145,20 @@ class LlamaConfig:
             return replace(self, heterogeneous_block_specs=None, **self.heterogeneous_block_specs[index])
 
 
-def _check_divides(name, value, divisor_name, divisor):
+def check_dtype(dtype):
+    """Raise `ValueError` for what is no dtype of a model."""
+    if dtype not in _DTYPES:
+        raise ValueError(f"dtype: {dtype!r} should be one of {', '.join(_DTYPES)}{nearest(dtype, _DTYPES)}")
+
+
+def check_layer_number(config, number):
+    """Raise `ValueError` where a config has no layer of this number, from 1."""
+    if not 1 <= number <= config.num_hidden_layers:
+        raise ValueError(f"layer number {number} should be from 1 to {config.num_hidden_layers}")
+
+
+def check_divides(name, value, divisor_name, divisor):
+    """Raise `ValueError` for a size that another one doesn't divide; names the nearest that fit."""
     if value % divisor:
         below = value - value % divisor
         near = f"{below} or {below + divisor}" if below else f"{divisor}"

@@ -2,7 +2,7 @@
 
 
 def model_split_manual(model, stage_index, layers_per_stage):
-    """Make a stage of a whole `LlamaForCausalLM`, in place.
+    """Make a stage of a whole `CausalDecoder`, in place.
 
     A model built under `ms.DeviceCtx("meta")` allocates no memory for other stages.
 
@@ -33,7 +33,7 @@ def model_split_manual(model, stage_index, layers_per_stage):
     for name in (*names[:offset], *names[offset + layers_per_stage[stage_index] :]):
         del decoder.layers[name]
     if stage_index > 0:
-        decoder.is_first = False
+        decoder.is_first, decoder.embed_positions = False, None
         if stage_index < last or not model.is_tied:
             decoder.embed_tokens = None
     if stage_index < last:

@@ -1,14 +1,11 @@
-"""Specs of models, layers and parts of a model: `ModelSpec`s by name, and those of users. Pure Python."""
+"""Specs of models, of their layers and parts, and of their tensors in files. Pure Python."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from inspect import signature
-from types import MappingProxyType
 
-from mindformers_core.hints import check_loss, nearest
+from mindformers_core.hints import check_loss
 from mindformers_core.lazy_exports import import_object
-from mindformers_core.models.configuration import LlamaConfig
-from mindformers_core.operators.signature import tensor_meta
 
 
 @dataclass(frozen=True)
@@ -24,16 +21,45 @@ class ModuleSpec:
     submodules: dict = field(default_factory=dict)
 
 
-def build_module(spec, *args, **kwargs):
+def build_module(spec, /, *args, **kwargs):
     """The Cell of a `ModuleSpec`, or of a class: `module(*args, **kwargs, **submodules)` (the name is Megatron-LM's).
 
-    `model_comm_pgs` and `vp_stage` are left out for a class without such parameters: here, a mesh says which ranks
-    communicate, and a `LayerRange` which layers a stage has.
+    `model_comm_pgs`, `vp_stage` and `spec` are left out for a class without such parameters: here, a mesh says which
+    ranks communicate, a `LayerRange` which layers a stage has, and a class of one's own what it is made of.
     """
     module, submodules = (spec.module, spec.submodules) if isinstance(spec, ModuleSpec) else (spec, {})
-    left_out = {"model_comm_pgs", "vp_stage"} - signature(module.__init__).parameters.keys()
+    left_out = {"model_comm_pgs", "vp_stage", "spec"} - signature(module.__init__).parameters.keys()
     kwargs = {name: value for name, value in kwargs.items() if name not in left_out}
     return module(*args, **kwargs, **submodules)
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """What a decoder layer is made of, beside the sizes that its config has.
+
+    Attributes:
+        attention: "grouped" (`GroupedAttention`) or "latent" (`LatentAttention`).
+        mlp: "gated" (`GatedMLP`), "plain" (`PlainMLP`) or "experts" (`SparseMLP`).
+        norm: "rms" (`RMSNorm`) or "layer" (`LayerNorm`).
+        norm_eps: of these.
+        head_norms: whether queries and keys are normed, each head by itself.
+        query_bias, output_bias, mlp_bias: whether the projections to queries, keys and values, the one behind
+            attention, and those of the feed-forward block have a bias.
+        router: fields of the `RouterConfig` of experts, a dict.
+        expert_size, shared_size: inside an expert, and inside what all tokens go through; 0: there is nothing such.
+    """
+
+    attention: str = "grouped"
+    mlp: str = "gated"
+    norm: str = "rms"
+    norm_eps: float = 1e-6
+    head_norms: bool = False
+    query_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    router: dict | None = field(default=None, hash=False)
+    expert_size: int = 0
+    shared_size: int = 0
 
 
 @dataclass(frozen=True)
@@ -52,6 +78,37 @@ class LayerRange:
     is_last: bool = True
 
 
+EACH = "#"
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """A tensor of files that has a Parameter, or a part of it.
+
+    Attributes:
+        name: each `*` stands for what one of the pattern of the Parameter's path stands for.
+        index: of the Parameter's first dims, those that the file tensor doesn't have: a number, or `EACH`: there is one
+            file tensor for each, whose name has the number at `#`, as of experts; None: it has the dim.
+        dim: that of the Parameter whose indices are rows here.
+        rows: (start, stop) of the Parameter's rows that it has; None: all.
+        at: (start, count): the row of the file tensor with the first of these, and its number of rows, where it has
+            those of other Parameters, too, as a fused projection; None: it has no others.
+        transposed: whether the last two dims are swapped in the file.
+    """
+
+    name: str
+    index: tuple = ()
+    dim: int = 0
+    rows: tuple | None = None
+    at: tuple | None = None
+    transposed: bool = False
+
+    @property
+    def is_whole(self):
+        """Whether it equals the Parameter."""
+        return self.rows is None and self.at is None and not (self.transposed or self.index)
+
+
 @dataclass(frozen=True)
 class HuggingFaceFormat:
     """The names that Hugging Face's `transformers` has for a model, its config and its tensors.
@@ -59,8 +116,11 @@ class HuggingFaceFormat:
     Attributes:
         model_type, architecture: as `config.json` has them.
         keys: names of the fields of our config that are keys of `config.json` as well.
+        aliases: those of them that have other names there -> these.
         fixed: further keys of `config.json` -> the values that our model computes with; None stands for a missing key.
-        tensor_name: function of the path of a parameter that returns the name of its tensor.
+        written: keys of `config.json` that are written and never compared, as rates of dropout, which we don't apply.
+        tensor_map: function of the config that returns pairs (pattern of paths of parameters, their `FileTensor`s); a
+            parameter that no pattern matches is a tensor of its path.
         ignored: patterns of names of tensors that old files have, and that are no parameters.
         tied_copies: those of tensors that files may have beside tied parameters; `transformers` ignores them, too.
     """
@@ -68,8 +128,10 @@ class HuggingFaceFormat:
     model_type: str
     architecture: str
     keys: tuple
+    aliases: dict = field(default_factory=dict, hash=False)
     fixed: dict = field(default_factory=dict, hash=False)
-    tensor_name: Callable = lambda path: path
+    written: dict = field(default_factory=dict, hash=False)
+    tensor_map: Callable = lambda config: ()
     ignored: tuple = ()
     tied_copies: tuple = ()
 
@@ -121,71 +183,3 @@ class ModelSpec:
         """The Cell of a config, or its stage with these `layers`, a `LayerRange`."""
         cell = import_object(self.cell, "model") if isinstance(self.cell, str) else self.cell
         return cell(config) if layers is None else cell(config, layers=layers)
-
-
-def _llama_divided(config):
-    layers = [config.get_config_for_layer(number) for number in range(1, config.num_hidden_layers + 1)]
-    keys = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
-    return list(dict.fromkeys((key, getattr(layer, key)) for layer in layers for key in keys))
-
-
-_LLAMA_FORMAT = HuggingFaceFormat(
-    "llama",
-    "LlamaForCausalLM",
-    (
-        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-        "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_theta",
-        "rope_scaling", "tie_word_embeddings", "attention_dropout", "initializer_range", "heterogeneous_block_specs",
-    ),
-    {
-        "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "pretraining_tp": 1,
-        "quantization_config": None,
-    },
-    ignored=("*.rotary_emb.inv_freq",),
-    tied_copies=("lm_head.weight",),
-)  # fmt: skip
-DEFAULT_MODEL = "llama"
-MODELS = MappingProxyType(
-    {
-        DEFAULT_MODEL: ModelSpec(
-            "mindformers_core.models.llama:llama_for_training",
-            LlamaConfig,
-            loss="sum",
-            ignored={"labels": -100},
-            inputs=("input_ids", "labels", "positions", "places"),
-            boundary=lambda config, batch, length: tensor_meta((batch, length, config.hidden_size), config.dtype),
-            tied=lambda config: ("model.embed_tokens.weight",) if config.tie_word_embeddings else (),
-            divided=_llama_divided,
-            hugging_face=_LLAMA_FORMAT,
-        )
-    }
-)
-
-
-def model_spec(name):
-    """The `ModelSpec` of a name.
-
-    Args:
-        name: a key of `MODELS`, or "package.module:NAME" of a `ModelSpec`, or of a Cell's class with the attribute
-            `config_class`, the dataclass of its config.
-
-    Raises:
-        TypeError: not a text, or the import path of something else. ValueError: no such name, module or attribute.
-    """
-    if not isinstance(name, str):
-        raise TypeError(f"{name!r} should be a text: {', '.join(MODELS)}, or package.module:Class")
-    if name in MODELS:
-        return MODELS[name]
-    if ":" not in name:
-        known = ", ".join(MODELS)
-        raise ValueError(f"no model is called {name!r}{nearest(name, MODELS)}: {known}, or package.module:Class")
-    found = import_object(name, "model")
-    if not isinstance(found, ModelSpec):
-        if not isinstance(found, type) or not is_dataclass(getattr(found, "config_class", None)):
-            raise TypeError(
-                f"{name} is {found!r}: it should be a ModelSpec, or a class with config_class = a dataclass"
-            )
-        found = ModelSpec(found, found.config_class)
-    if "name" in (entry.name for entry in fields(found.config)):
-        raise ValueError(f"{name}: its config has a field 'name', which in a recipe is that of the model: rename it")
-    return found

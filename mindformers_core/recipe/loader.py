@@ -11,10 +11,14 @@ from functools import cache
 
 import yaml
 
+from mindformers_core.checkpoint.hugging_face import model_of, model_section
+from mindformers_core.checkpoint.index import CONFIG
+from mindformers_core.checkpoint.load import read_json
+from mindformers_core.checkpoint.slices import FileLayer
 from mindformers_core.components import named_section
 from mindformers_core.hints import nearest
 from mindformers_core.lazy_exports import import_object
-from mindformers_core.models.spec import DEFAULT_MODEL, model_spec
+from mindformers_core.models.registry import DEFAULT_MODEL, MODELS, model_spec
 from mindformers_core.optimizers.settings import OPTIMIZERS, AdamWSettings, optimizer_base
 from mindformers_core.ranges import check_range
 from mindformers_core.recipe.checks import check_recipe
@@ -113,6 +117,8 @@ def _recipe_class(sections):
 
     The model's have no key `name` there.
     """
+    with errors_at("model.from: ", ": docs/models.md", (OSError, TypeError, ValueError)):
+        sections = _with_model_of(sections)
     model, kinds, name = sections.get("model"), typing.get_type_hints(Recipe), DEFAULT_MODEL
     if isinstance(model, dict):
         name = model.get("name", DEFAULT_MODEL)
@@ -126,6 +132,30 @@ def _recipe_class(sections):
         if isinstance(value, dict) and "type" in value:
             chosen[key] = named_section(value["type"], f"{key}.type", *given)
     return _recipe_with(name, *chosen.values()), sections
+
+
+def _with_model_of(sections):
+    """The sections with what `model.from`, a folder of `transformers`, says: keys of `model` that aren't given, and
+    `checkpoint.load_path`, unless that is given.
+
+    Raises:
+        TypeError: no text. FileNotFoundError: no folder, or none with a `config.json`. ValueError: of a kind of model
+            that isn't one of `MODELS`, or that computes otherwise.
+    """
+    model = sections.get("model")
+    if not isinstance(model, dict) or "from" not in model:
+        return sections
+    given, folder = {key: value for key, value in model.items() if key != "from"}, model["from"]
+    if not isinstance(folder, str):
+        raise TypeError(f"{folder!r} should be a text, the path of a folder with {CONFIG}")
+    where = os.path.join(folder, CONFIG)
+    if (found := read_json(folder, CONFIG, FileLayer())) is None:
+        raise FileNotFoundError(f"there is no file '{where}': give a folder that transformers has saved")
+    name = given.get("name") or model_of(MODELS, found, where)
+    spec = model_spec(name)
+    section = {"name": name} | model_section(spec, name, found, where) | given
+    checkpoint = {"load_path": folder} | (sections.get("checkpoint") or {})
+    return sections | {"model": section, "checkpoint": checkpoint}
 
 
 @cache

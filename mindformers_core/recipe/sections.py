@@ -13,7 +13,7 @@ from mindformers_core.hints import nearest
 from mindformers_core.layout import layout
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.models.configuration import MOST_LAYERS, LlamaConfig
-from mindformers_core.models.spec import DEFAULT_MODEL, model_spec
+from mindformers_core.models.registry import DEFAULT_MODEL, model_spec
 from mindformers_core.optimizers.settings import AdamWSettings
 from mindformers_core.ranges import bounded
 from mindformers_core.recipe.learning_rate import MOST_STEPS, LrScheduler

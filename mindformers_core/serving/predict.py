@@ -5,7 +5,7 @@ from mindformers_core.checkpoint.hugging_face import ignored_tensors
 from mindformers_core.checkpoint.load import open_checkpoint
 from mindformers_core.checkpoint.tensors import load_parameters, model_parts, ranks_of
 from mindformers_core.communication.world import world
-from mindformers_core.models.spec import MODELS
+from mindformers_core.models.registry import MODELS
 from mindformers_core.sharding.inspecting import prepare
 from mindformers_core.sharding.sharded_cells import tree_and_path
 

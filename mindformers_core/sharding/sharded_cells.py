@@ -122,7 +122,7 @@ def own_class(cell):
 
 
 class GeneratedCell(ShardedCell):
-    """A Cell that runs generated programs: its methods of such names as `parallel_llama_mlp`."""
+    """A Cell that runs generated programs: its methods of such names as `parallel_gated_mlp`."""
 
     @property
     def mixed_precision_type(self):

@@ -8,7 +8,7 @@ import mindspore as ms
 from mindformers_core.checkpoint.adapters import merge, parameter_name
 from mindformers_core.checkpoint.checkpointer import Checkpointer
 from mindformers_core.checkpoint.folders import find_checkpoint, newest_checkpoint, step_folder
-from mindformers_core.checkpoint.hugging_face import check_config, config_document, ignored_tensors, tensor_name
+from mindformers_core.checkpoint.hugging_face import check_config, config_document, ignored_tensors, tensor_map
 from mindformers_core.checkpoint.index import CONFIG, encode_json
 from mindformers_core.checkpoint.load import open_checkpoint
 from mindformers_core.checkpoint.mindspore_files import read_ckpt, write_ckpt
@@ -138,7 +138,7 @@ def fill(checkpoint, parts, recipe, mesh, rank, converts=True):
 
 def fill_weights(checkpoint, cells, recipe, mesh, rank):
     """Fill the weights of a rank's stages, and their adapters, with those of a `Checkpoint`, as `fill`."""
-    parts = model_parts(cells.values(), rank, tensor_name(recipe.spec))
+    parts = model_parts(cells.values(), rank, tensor_map(recipe.spec, recipe.model))
     fill(checkpoint, parts_of(checkpoint, parts), recipe, mesh, rank)
 
 
@@ -147,7 +147,7 @@ def checkpointer_of(recipe, mesh, cells, optimizer):
     section = recipe.checkpoint
     keep, is_async = (section.keep_last, section.keep_every), section.enable_save and section.async_save
     given = recipe.training.output_dir, list(cells.values()), optimizer, mesh, *keep, is_async
-    return Checkpointer(*given, tensor_name(recipe.spec))
+    return Checkpointer(*given, tensor_map(recipe.spec, recipe.model))
 
 
 def reserve_memory(job):
@@ -241,9 +241,15 @@ def convert(source, target, recipe=None):
     if recipe is not None:
         with ms.DeviceCtx("meta"):
             net = recipe.spec.build(recipe.model)
-        name = tensor_name(recipe.spec)
-        names = {path: name(path) for path, _ in net.parameters_and_names()}
-        parts = list(model_parts([net], 0, name))
+        parts = model_parts([net], 0, tensor_map(recipe.spec, recipe.model))
+        paths = {id(parameter): path for path, parameter in net.parameters_and_names()}
+        names = {paths[id(parameter)]: part.name for part, parameter in parts.items()}
+        parts = list(parts)
+        if found := [part.name for part in parts if part.view is not None]:
+            raise ValueError(
+                f"{recipe.model_name} has tensors that are no parameters in files, as {first_of(found)}, which a .ckpt "
+                "file can't hold: keep the folder"
+            )
 
         def config(found, where):
             if found is not None:

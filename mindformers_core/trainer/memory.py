@@ -114,7 +114,7 @@ class JobMemory:
         started = time.perf_counter()
         parts, documents = job.checkpointer.contents(job.step, *contents_of(job))
         try:
-            self._store.keep(job.step, list(parts), lambda part: parts[part].asnumpy(), documents)
+            self._store.keep(job.step, list(parts), lambda part: part.of(parts[part].asnumpy()), documents)
         except OSError as error:
             go_on_or_end(job, error)
         self._facts = {"replica_seconds": time.perf_counter() - started}

@@ -13,7 +13,7 @@ from mindformers_core.communication import count_collectives, world
 from mindformers_core.layout import layout
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.models import LlamaConfig, LlamaForCausalLM
-from mindformers_core.models.llama import LlamaDecoderLayer
+from mindformers_core.models.decoder import DecoderLayer
 from mindformers_core.sharding.initialize import materialize
 from mindformers_core.tensor_parallel import shard
 from mindformers_core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -82,7 +82,7 @@ class Layers(nn.Cell):
 
     def __init__(self, config, number):
         super().__init__()
-        self.layers = nn.CellList([LlamaDecoderLayer(config, place) for place in range(1, number + 1)])
+        self.layers = nn.CellList([DecoderLayer(config, place) for place in range(1, number + 1)])
         self.head_dim = config.head_dim
 
     def shard(self, config=None):

@@ -1,0 +1,226 @@
+"""One decoder for all families, as single-card code: its layers are made of what their `LayerSpec`s say.
+
+Parameters are called as in Hugging Face's Llama.
+"""
+
+import mindspore as ms
+from mindspore import Parameter, nn, ops
+from mindspore.common.initializer import Normal, initializer
+
+from mindformers_core.layout import layout
+from mindformers_core.models.attention import GroupedAttention, KeyValueCache
+from mindformers_core.models.feed_forward import GatedMLP, PlainMLP, SparseMLP
+from mindformers_core.models.latent_attention import LatentAttention
+from mindformers_core.models.positions import places_seen
+from mindformers_core.models.rotary import rotary_tables
+from mindformers_core.models.spec import LayerRange, ModuleSpec, build_module
+from mindformers_core.tensor_parallel.fp8 import get_fp8_context
+from mindformers_core.tensor_parallel.layers import (
+    LayerNorm,
+    RMSNorm,
+    VocabParallelCrossEntropy,
+    VocabParallelEmbedding,
+    VocabParallelLinear,
+    hidden_layout,
+    sequence_entry,
+    vocabulary_logits,
+    without_columns,
+)
+
+ATTENTIONS = {"grouped": GroupedAttention, "latent": LatentAttention}
+NORMS = {"rms": RMSNorm, "layer": LayerNorm}
+MLPS = {"gated": GatedMLP, "plain": PlainMLP, "experts": SparseMLP}
+
+
+class DecoderLayer(nn.Cell):
+    """One decoder layer: attention and feed-forward block, each after a norm and added to its input.
+
+    Args:
+        config: of the layer, as a `LlamaConfig`; its `layer_spec(layer_number)` says which parts there are.
+        layer_number: number of the layer in the whole model, from 1.
+        attention, mlp, norm: classes of parts in the place of these.
+    """
+
+    def __init__(self, config, layer_number, attention=None, mlp=None, norm=None):
+        super().__init__()
+        self.layer_number, spec = layer_number, config.layer_spec(layer_number)
+        weight_init, norm = Normal(config.initializer_range), norm or NORMS[spec.norm]
+        settings = {"eps": spec.norm_eps, "dtype": getattr(ms, config.dtype)}
+        self.input_layernorm = norm(config.hidden_size, **settings)
+        self.self_attn = build_module(attention or ATTENTIONS[spec.attention], config, weight_init, spec=spec)
+        self.post_attention_layernorm = norm(config.hidden_size, **settings)
+        self.mlp = build_module(mlp or MLPS[spec.mlp], config, weight_init, spec=spec)
+
+    def construct(self, hidden_states, cosines, sines, *seen):
+        normed = self.input_layernorm(hidden_states)
+        hidden_states = ops.add(hidden_states, self.self_attn(normed, cosines, sines, *seen))
+        return ops.add(hidden_states, self.mlp(self.post_attention_layernorm(hidden_states)))
+
+
+class LearnedPositions(nn.Cell):
+    """Rows of a table for positions (batch, length) or (length,) → (…, hidden_size); None are 0 … length - 1.
+
+    Args:
+        config: as a `LlamaConfig`.
+
+    Attributes:
+        weight: shape (max_position_embeddings, hidden_size), whole on every rank.
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        shape, dtype = (config.max_position_embeddings, config.hidden_size), getattr(ms, config.dtype)
+        self.weight = Parameter(initializer(Normal(config.initializer_range), shape, dtype))
+
+    def shard(self, config=None):
+        return None, None, layout(None, None)
+
+    def construct(self, length, positions=None):
+        return ops.narrow(self.weight, 0, 0, length) if positions is None else ops.gather(self.weight, positions, 0)
+
+
+DECODER_LAYER = ModuleSpec(DecoderLayer)
+
+
+class Decoder(nn.Cell):
+    """The decoder without its output layer, or a stage of it in a pipeline.
+
+    The input of the first stage is ids (batch, length), that of others hidden states (batch, length, hidden_size);
+    the output is hidden states. Names of layers are their numbers in the whole model, from 0, so paths are the same in
+    any pipeline. A stage builds its own layers only; its missing modules are None. `model_split_manual` makes a stage
+    of a whole model by removing the other layers and modules.
+
+    Args:
+        config: a `LlamaConfig`.
+        layer_spec: classes of a layer and its parts.
+        layers: the `LayerRange` to build, see `split_layers`; None: the whole model.
+
+    Attributes:
+        is_first: whether the input is ids. The last stage has `embed_tokens`, too, if the output layer is tied.
+        cache_length: number of slots of the layers' caches, where the model generates; else 0.
+        order: see `share_sequences` of `CausalDecoder`.
+    """
+
+    def __init__(self, config, layer_spec=DECODER_LAYER, layers=None):
+        super().__init__()
+        self.config = config
+        part = LayerRange(0, config.num_hidden_layers) if layers is None else layers
+        dtype = getattr(ms, config.dtype)
+        self.layer_offset, self.is_first = part.offset, part.is_first
+        self.embed_tokens, self.embed_positions, self.norm, self.cache_length = None, None, None, 0
+        self.order = (0,)
+        if self.is_first or (part.is_last and config.tie_word_embeddings):
+            weight_init = Normal(config.initializer_range)
+            self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, weight_init, dtype)
+        if self.is_first and config.learns_positions:
+            self.embed_positions = LearnedPositions(config)
+        numbers = range(1, part.count + 1)
+        self.layers = nn.CellDict([(str(part.offset + n - 1), self.build_layer(layer_spec, n)) for n in numbers])
+        if part.is_last:
+            spec = config.layer_spec(config.num_hidden_layers)
+            self.norm = NORMS[spec.norm](config.hidden_size, spec.norm_eps, dtype)
+
+    def build_layer(self, layer_spec, layer_number):
+        """The layer `layer_number` of this part, from 1 (RFC ICY7S6)."""
+        global_layer_number = layer_number + self.layer_offset
+        layer_config = self.config.get_config_for_layer(global_layer_number)
+        with get_fp8_context(layer_config, global_layer_number - 1, is_init=True):
+            return build_module(layer_spec, layer_config, global_layer_number)
+
+    def construct(self, input_ids, positions=None, places=None, slots=None, starts=None):
+        hidden_states = input_ids
+        if self.is_first and self.embed_tokens is not None:
+            hidden_states = self.embed_tokens(input_ids)
+        length = input_ids.shape[1] if slots is None else self.cache_length
+        config, cosines, sines = self.config, None, None
+        if config.rotary_size:
+            cosines, sines = rotary_tables(length, config.rotary_size, config.rope_theta, config.rope_scaling)
+        own, ranges = places_seen(length, self.order, positions, places, slots, starts)
+        if own is not None and config.rotary_size:
+            cosines, sines = ops.gather(cosines, own, 0), ops.gather(sines, own, 0)
+        if self.embed_positions is not None:
+            hidden_states = ops.add(hidden_states, self.embed_positions(length, own))
+        for layer in self.layers.values():
+            hidden_states = layer(hidden_states, cosines, sines, *ranges, slots)
+        return hidden_states if self.norm is None else self.norm(hidden_states)
+
+
+class CausalDecoder(nn.Cell):
+    """The decoder with its output layer: ids (batch, length) → float logits (batch, length, vocab_size), or the loss.
+
+    With shifted `labels` (batch, length) the output is the mean cross-entropy, a float32 scalar, over the labels other
+    than -100; or its sum, and their number (int32). Packed documents have `positions` (batch, length), int32, of each
+    token in its own, which attention doesn't look beyond; tokens in another order than the row's have their `places`
+    in it, likewise, or all rows have that of `share_sequences`. In a pipeline only the last stage has an output
+    layer; the others return hidden states (batch, length, hidden_size), which replace ids as the input of the next.
+
+    After `add_caches` the model generates: a call also takes the slots of its positions (length,), the same for all
+    rows, and of every row its first slot that isn't padding, `starts` (batch,); logits are those of the last position,
+    (batch, 1, vocab_size).
+
+    Args:
+        config: a `LlamaConfig`.
+        layer_spec: classes of a layer and its parts.
+        layers: the `LayerRange` to build, see `split_layers`; None: the whole model.
+        loss: `"mean"` (default) or `"sum"`.
+    """
+
+    def __init__(self, config, layer_spec=DECODER_LAYER, layers=None, loss="mean"):
+        super().__init__()
+        self.model = Decoder(config, layer_spec, layers)
+        self.is_tied, self.vocab_size = config.tie_word_embeddings, config.vocab_size
+        self.lm_head = None
+        if self.model.norm is not None and not self.is_tied:
+            settings = {"weight_init": Normal(config.initializer_range), "dtype": getattr(ms, config.dtype)}
+            self.lm_head = VocabParallelLinear(config.hidden_size, config.vocab_size, **settings)
+        self.loss = VocabParallelCrossEntropy(loss=loss)
+
+    def share_sequences(self, order, algorithm):
+        """Say how ranks share every sequence: the order in which its equal chunks lie, labels and positions as well,
+        unless `places` say it, see `static_order`; and the algorithm of attention, see `attention`."""
+        self.model.order = order
+        for layer in self.model.layers.values():
+            layer.self_attn.core_attention.algorithm = algorithm
+
+    def add_caches(self, batch, length):
+        """Give every layer a `KeyValueCache` of `length` slots for `batch` rows."""
+        self.model.cache_length = length
+        for layer in self.model.layers.values():
+            attention = layer.self_attn
+            dtype = getattr(ms, self.model.config.dtype)
+            attention.cache = KeyValueCache(length, batch, *attention.cache_sizes, dtype)
+        for path, parameter in self.parameters_and_names():
+            parameter.name = path  # graphs need names of their own
+
+    def shard(self, config=None):
+        """Layouts of the batch, sharded over `config.batch_axes`, each sequence over `config.sequence_axes`; without
+        these axes as the inputs arrive.
+
+        Hidden states between stages have the layout that the layers use, so no collective is added.
+        """
+        axes, sequence_axes = (getattr(config, name, None) for name in ("batch_axes", "sequence_axes"))
+        rows, tokens = (... if each is None else each for each in (axes, sequence_axes))
+        batch = None if rows is tokens is ... else layout(rows, tokens)
+        hidden = hidden_layout(config) if axes is None else layout(axes, *(sequence_entry(config) or (None,)), None)
+        is_first = self.model.is_first and self.model.embed_tokens is not None
+        inputs = {"input_ids": batch if is_first else hidden, "labels": batch, "positions": batch, "places": batch}
+        if self.model.cache_length:
+            inputs |= {"slots": layout(None), "starts": None if axes is None else layout(axes)}
+        return inputs, hidden if self.model.norm is None else None, None
+
+    def construct(self, input_ids, labels=None, positions=None, places=None, slots=None, starts=None):
+        hidden_states = self.model(input_ids, positions, places, slots, starts)
+        if slots is not None and self.model.norm is not None:
+            hidden_states = hidden_states[:, -1:]
+        if self.lm_head is not None:
+            logits = self.lm_head(hidden_states)
+        elif self.is_tied and self.model.norm is not None:
+            logits = vocabulary_logits(hidden_states, self.model.embed_tokens.weight)
+        else:
+            return hidden_states
+        return without_columns(logits, self.vocab_size) if labels is None else self.loss(logits, labels)
+
+
+def decoder_for_training(config, layers=None):
+    """A `CausalDecoder` that returns the sum of the losses, and the number of labels."""
+    return CausalDecoder(config, layers=layers, loss="sum")

@@ -1,0 +1,31 @@
+"""What the `ModelSpec`s of all decoders have in common. Pure Python."""
+
+from mindformers_core.models.spec import EACH, FileTensor, ModelSpec
+from mindformers_core.operators.signature import tensor_meta
+
+
+def decoder_spec(config, hugging_face, cell="mindformers_core.models.decoder:decoder_for_training"):
+    """The `ModelSpec` of a family, for the class of its config and its `HuggingFaceFormat`."""
+    return ModelSpec(
+        cell,
+        config,
+        loss="sum",
+        ignored={"labels": -100},
+        inputs=("input_ids", "labels", "positions", "places"),
+        boundary=lambda config, batch, length: tensor_meta((batch, length, config.hidden_size), config.dtype),
+        tied=lambda config: ("model.embed_tokens.weight",) if config.tie_word_embeddings else (),
+        divided=_divided,
+        hugging_face=hugging_face,
+    )
+
+
+def _divided(config):
+    layers = [config.get_config_for_layer(number) for number in range(1, config.num_hidden_layers + 1)]
+    return list(dict.fromkeys((key, getattr(layer, key)) for layer in layers for key in config.divided_keys))
+
+
+def expert_tensors(config):
+    """A tensor map of experts, of which files have each one's three weights."""
+    name = "model.layers.*.mlp.experts."
+    halves = tuple(FileTensor(f"{name}#.{half}_proj.weight", (EACH, k), 2) for k, half in enumerate(("gate", "up")))
+    return (f"{name}gate_up_proj", halves), (f"{name}down_proj", (FileTensor(f"{name}#.down_proj.weight", (EACH,), 1),))

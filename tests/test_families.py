@@ -1,0 +1,51 @@
+"""The page that adds a family, followed: its toy trains, saves and takes up its fused files on another mesh."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from support.small_generation import SMALL, mesh
+
+from mindformers_core.commands.diffing import run_simulated
+from mindformers_core.recipe.loader import RecipeError, load_recipe
+from mindformers_core.trainer.checkpoints import save_job
+
+ROOT = Path(__file__).parent.parent
+RECIPE = str(ROOT / "configs" / "llama_tiny_pp.yaml")
+
+
+def test_the_toy_of_the_page(tmp_path, monkeypatch):
+    (code,) = re.findall(r"```python\n(# toy_family.py\n.*?)```", (ROOT / "docs/families.md").read_text(), re.S)
+    (tmp_path / "toy_family.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def run(name, *overrides, steps=0):
+        recipe = load_recipe(
+            RECIPE, [*SMALL, "model.name=toy_family:SPEC", f"training.output_dir={tmp_path / name}", *overrides]
+        )
+        run_simulated(recipe, steps, save_job)
+        return load_file(next((tmp_path / name).rglob("model-*.safetensors")))
+
+    one = run("one", *mesh())
+    assert one["model.layers.3.mlp.gate_up.weight"].shape == (48, 16) and not any("gate_proj" in name for name in one)
+    other = run("other", *mesh(pp=2, tp=2), f"checkpoint.load_path={tmp_path / 'one'}", "checkpoint.no_load_optim=true")
+    assert one.keys() == other.keys()
+    for name, array in one.items():
+        np.testing.assert_array_equal(array, other[name], name)
+
+
+@pytest.mark.parametrize(
+    ("contents", "message"),
+    [
+        (None, "model.from: there is no file '.*config.json': give a folder that transformers has saved: docs"),
+        ('{"model_type": "qwen_3"}', r"model_type 'qwen_3', which isn't one of llama, .*\(did you mean 'qwen3'"),
+        ('{"model_type": "gpt2", "activation_function": "relu"}', "model.from: .* computes with 'gelu_new'"),
+    ],
+)  # fmt: skip
+def test_folders_that_are_no_model_of_ours(tmp_path, contents, message):
+    if contents is not None:
+        (tmp_path / "config.json").write_text(contents)
+    with pytest.raises((RecipeError, FileNotFoundError), match=message):
+        load_recipe(RECIPE, [f"model={{from: {tmp_path}}}"])
