@@ -289,11 +289,10 @@ def test_work_of_capture_grows_with_the_layers():
         with ms.DeviceCtx("meta"):
             return LlamaForCausalLM(LlamaConfig(vocab_size=128256, num_hidden_layers=layers, **sizes))
 
-    few, many = (calls_in(capture, large(layers), ids, labels=ids) for layers in (8, 32))
+    few, many = (calls_in(capture, large(layers), ids, labels=ids) for layers in (4, 16))
     assert many < 4 * few
-    graph = capture(large(80), ids, labels=ids)
-    assert len({call.key for call in graph.calls()}) < 20
-    assert len(list(graph.calls())) > 900
+    calls = [*capture(large(16), ids, labels=ids).calls()]
+    assert len({call.key for call in calls}) < 20 < 180 < len(calls)
 
 
 PLAIN_WRITES = {
