@@ -122,17 +122,6 @@ def test_a_graph_says_where_it_comes_from():
     assert "  parameter %1: float32[32, 24] = weight" in text
 
 
-def test_tied_parameters_have_one_path():
-    model, make = small_llama(tie_word_embeddings=True)
-    (args, named) = make(1)
-    graph = capture(model, *args, **named)
-    uses = [use for call in graph.calls() for use in call.parameters if "embed" in use.path]
-    assert [(use.path, use.local) for use in uses] == [
-        ("model.embed_tokens.weight", "model.embed_tokens.weight"),
-        ("model.embed_tokens.weight", "weight"),
-    ]
-
-
 X = tensor_meta((2, 4), "float32")
 FIVE = np.full(4, 5, np.float32)
 
