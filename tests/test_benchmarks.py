@@ -39,11 +39,6 @@ def test_a_repeat_takes_as_long_as_its_slowest_rank_and_the_cpu_time_of_all_that
     assert cells == ["both", "1.67", "5000", "5000 – 8000", "3500", "3"]
 
 
-def test_ranks_with_different_variants_are_not_merged():
-    with pytest.raises(AssertionError, match="different orders"):
-        harness._merged([report(base=[1.0]), report(other=[1.0])])
-
-
 def test_timing_runs_what_was_prepared_behind_the_barrier_and_a_rank_that_sits_out_only_waits():
     events = []
     prepare, run = lambda: events.append("prepare") or ("x",), lambda x: events.append(f"run {x}")
@@ -51,15 +46,6 @@ def test_timing_runs_what_was_prepared_behind_the_barrier_and_a_rank_that_sits_o
     wall, cpu = harness._timed(variant, 0, barrier)
     assert events == ["prepare", "barrier", "run x"] and 0 <= wall < 1 and 0 <= cpu < 1
     assert harness._timed(variant, 1, barrier) is None and events[3:] == ["barrier"]
-
-
-def test_a_call_is_timed_not_a_run(monkeypatch):
-    clock = iter([10.0, 18.0])
-    monkeypatch.setattr(harness.time, "perf_counter", lambda: next(clock))
-    wall, _ = harness._timed(harness.Variant("a", "a", lambda: None, calls=4), 0, lambda: None)
-    assert wall == 2.0
-    monkeypatch.undo()
-    assert harness._timed(harness.Variant("a", "a", lambda: 0.5), 0, lambda: None)[0] == 0.5, "a part of it"
 
 
 def test_the_readme_keeps_all_but_the_figures(tmp_path):
@@ -86,30 +72,6 @@ def test_a_failed_launch_is_reported_with_the_ranks_logs(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["x.py"])
     assert harness.run_benchmark("x.py", 2, list, "title") == 1
     assert "ValueError: bad" in capsys.readouterr().err
-
-
-def test_a_rank_that_fails_ends_at_once_with_its_error(monkeypatch, capsys):
-    ended = []
-    monkeypatch.setattr(harness, "init_distributed", lambda **_: 1 / 0)
-    monkeypatch.setattr(harness.os, "_exit", ended.append)
-    monkeypatch.setenv("MS_ROLE", "MS_WORKER")
-    monkeypatch.setattr(sys, "argv", ["x.py", "5", "folder"])
-    harness.run_benchmark("x.py", 2, list, "title")
-    assert ended == [1] and "ZeroDivisionError" in capsys.readouterr().err
-
-
-def test_a_thread_that_has_ended_is_not_pinned(monkeypatch):
-    pinned, ended = {}, 2
-
-    def pin(thread, cores):
-        if thread == ended:
-            raise ProcessLookupError
-        pinned[thread] = cores
-
-    monkeypatch.setattr(harness.os, "listdir", lambda _: ["1", "2", "3"])
-    monkeypatch.setattr(harness.os, "sched_setaffinity", pin)
-    harness._pin(7)
-    assert pinned == {1: {7}, 3: {7}}
 
 
 @pytest.fixture(autouse=True)

@@ -122,17 +122,6 @@ def test_a_graph_says_where_it_comes_from():
     assert "  parameter %1: float32[32, 24] = weight" in text
 
 
-def test_tied_parameters_have_one_path():
-    model, make = small_llama(tie_word_embeddings=True)
-    (args, named) = make(1)
-    graph = capture(model, *args, **named)
-    uses = [use for call in graph.calls() for use in call.parameters if "embed" in use.path]
-    assert [(use.path, use.local) for use in uses] == [
-        ("model.embed_tokens.weight", "model.embed_tokens.weight"),
-        ("model.embed_tokens.weight", "weight"),
-    ]
-
-
 X = tensor_meta((2, 4), "float32")
 FIVE = np.full(4, 5, np.float32)
 
@@ -289,11 +278,10 @@ def test_work_of_capture_grows_with_the_layers():
         with ms.DeviceCtx("meta"):
             return LlamaForCausalLM(LlamaConfig(vocab_size=128256, num_hidden_layers=layers, **sizes))
 
-    few, many = (calls_in(capture, large(layers), ids, labels=ids) for layers in (8, 32))
+    few, many = (calls_in(capture, large(layers), ids, labels=ids) for layers in (4, 16))
     assert many < 4 * few
-    graph = capture(large(80), ids, labels=ids)
-    assert len({call.key for call in graph.calls()}) < 20
-    assert len(list(graph.calls())) > 900
+    calls = [*capture(large(16), ids, labels=ids).calls()]
+    assert len({call.key for call in calls}) < 20 < 180 < len(calls)
 
 
 PLAIN_WRITES = {

@@ -1,6 +1,5 @@
 """Checkpoints of simulated ranks: any mesh from any mesh, bit by bit; bytes counted."""
 
-import json
 import os
 import tracemalloc
 
@@ -187,12 +186,3 @@ def test_loading_needs_memory_for_the_local_state_and_the_largest_tensor(tmp_pat
     tracemalloc.stop()
     assert sum(array.nbytes for array in found.values()) >= 6 * largest
     assert peak < sum(array.nbytes for array in found.values()) + largest
-
-
-def test_no_pickle(tmp_path):
-    state_on(tensors(), "dp_tp").save(str(tmp_path / "step_1"), {"state.json": b"{}"})
-    for path in (tmp_path / "step_1").rglob("*"):
-        if path.suffix == ".json":
-            json.loads(path.read_bytes())
-        elif path.is_file():
-            load_file(path)

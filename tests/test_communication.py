@@ -7,7 +7,7 @@ import pytest
 from mindformers_core import communication as comm
 from mindformers_core.communication import count_collectives, init_distributed, read_launch, shutdown
 from mindformers_core.communication.backend_native import NativeCollective
-from mindformers_core.communication.groups import Group, make_group
+from mindformers_core.communication.groups import Group
 from mindformers_core.communication.world import Launch, process_state
 from mindformers_core.layout import Layout
 from mindformers_core.mesh import init_device_mesh
@@ -233,15 +233,6 @@ def test_a_permute_sends_to_who_takes_its_part(rank):
     assert permute.backward.arguments == (tuple(taken), destinations)
     shift = comm.Shift(mesh, "tp", -1)
     assert (permute.forward.options, shift.forward.options, shift.backward.options) == ("", "by 2", "by 1")
-
-
-def test_groups_of_a_large_mesh():
-    init_distributed("fake", world_size=16384, rank=9001)
-    mesh = init_device_mesh((32, 64, 8), ("pp", "dp", "tp"))
-    group = make_group(mesh, ("tp", "pp"))
-    assert group.size == 256
-    assert group.ranks[group.index] == 9001
-    assert str(make_group(mesh, "tp")) == "tp (ranks 9000, 9001, 9002, 9003, 9004, 9005, 9006, 9007)"
 
 
 def test_native_backend_uses_mindspores_operators(monkeypatch):

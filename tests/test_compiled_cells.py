@@ -30,8 +30,7 @@ def compiled_by(gradient_of):
 
 def test_alike_layers_share_a_compiled_function():
     """It takes their weights as arguments; MindSpore keeps memory for every compiled function that there is."""
-    net, gradient_of, found = step(full=True)
-    assert all(map(np.array_equal, found, without(llama, compiled=True)))  # of which the first step
+    net, gradient_of, _ = step(full=True)  # which gives the bits that it should: `case_recompute`
     layer = "parallel_decoder_layer"
     around = ["parallel_decoder_part1", "parallel_decoder_part2", "parallel_llama_for_causal_lm_part1"]
     assert compiled_by(gradient_of) == [layer, *around]

@@ -105,15 +105,6 @@ def test_a_single_operator_is_no_part():
     assert operators[-1] == "Tanh"
 
 
-def test_alike_cells_share_their_parts():
-    """Each call still has its own weights."""
-    program = cut_program([f"{path}.attention" for path in LAYERS])
-    first, second = [pair for pair in called_graphs(*model_of(program)) if pair[0].node.child != ""]
-    assert first[0].plan is second[0].plan
-    paths = [[use.path for call in graph.calls() for use in call.parameters] for _, graph in (first, second)]
-    assert paths[0] != paths[1] == [path.replace("layers.0", "layers.1") for path in paths[0]]
-
-
 class CutMask(nn.Cell):
     """Takes a constant cut."""
 
@@ -141,8 +132,3 @@ def test_what_is_made_of_constants_stays_out_with_their_moves():
         plan = tree.program("", (tensor_meta((4, 8), "float32"),), {}).generated
     assert [call.node.child for call in plan.calls if call.plan.compiled] == ["dense", "", "dense", ""]
     assert not any(value.constant for call in plan.calls if call.node.child == "" for value in call.node.outputs)
-
-
-def model_of(program):
-    (call, graph), *_ = called_graphs(program.generated, program.graph)
-    return call.plan, graph

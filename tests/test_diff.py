@@ -213,6 +213,7 @@ def test_folders_without_a_run(tmp_path):
         run.step(1)
 
 
+@pytest.mark.nightly
 def test_pipelines_are_compared_in_their_passes(tmp_path):
     """Two schedules whose backward passes are split; `test_diff_clean` compares a third one with one card."""
     more = "model.num_hidden_layers=4", "train_dataset.seq_length=8", "parallelism.pipeline_parallel_microbatch_size=2"
@@ -223,18 +224,15 @@ def test_pipelines_are_compared_in_their_passes(tmp_path):
     assert found.agree == len(runs[0].step(1)) > 500
 
 
-def test_a_redistribution_is_named(tmp_path, monkeypatch):
-    plain = recorded(tmp_path / "a", TP)
-    Planted("model.layers.0.mlp.down_proj", "y_sum", scaled(2.0), (1,)).enter(monkeypatch)
-    text = report(part(plain, recorded(tmp_path / "b", TP)))
+def test_a_redistribution_and_the_ranks_of_a_cut_tensor_are_named(tmp_path, monkeypatch):
+    one, plain = recorded(tmp_path / "one"), recorded(tmp_path / "a", TP)
+    with monkeypatch.context() as patch:
+        Planted("model.layers.0.mlp.down_proj", "y_sum", scaled(2.0), (1,)).enter(patch)
+        text = report(part(plain, recorded(tmp_path / "b", TP)))
     assert "rank 1 (of 0, 1), layout [-, -, -]\n  behind      [-, -, -] (partial sum: tp) -> " in text
     assert "by all_reduce over tp; the operator's own result agrees" in text
-
-
-def test_the_ranks_of_a_cut_tensor_are_named(tmp_path, monkeypatch):
-    one, plain = recorded(tmp_path / "one"), recorded(tmp_path / "a", TP)
     Planted("model.layers.0.mlp.up_proj", "y", scaled(2.0), (1,)).enter(monkeypatch)
-    wrong = recorded(tmp_path / "b", TP)
+    wrong = recorded(tmp_path / "c", TP)
     assert "in B        ranks 0, 1 together, wrong on 1, layout [-, -, tp]\n" in report(part(plain, wrong))
     assert "in B        ranks 0, 1 together, layout [-, -, tp]\n" in report(part(one, wrong))
 

@@ -36,7 +36,8 @@ def dry_run(capsys, monkeypatch):
 
 
 @pytest.mark.ranks
-def test_a_large_recipe_is_checked_in_little_memory():
+@pytest.mark.waits
+def test_a_large_recipe_is_checked_in_little_memory(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOG_v": "3"}
     command = [sys.executable, "-c", MEASURED, "train", "--dry-run", "--config", "configs/llama3_70b.yaml"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)

@@ -10,6 +10,7 @@ import pytest
 from support.launch import run_ranks
 from support.nightly import daily
 
+pytestmark = [pytest.mark.ranks, pytest.mark.waits]
 DEADLINE = 3
 IN_MODEL = r"(model|loss|the root Cell)\S* \(.+\), \w+\.py:\d+"  # the Cell, and a line of the user's code
 IN_PLAN = rf"#\d+ over (tp|dp)( and tp)? \(call \d+\), float\d+ \[.*\].*, for {IN_MODEL}"
@@ -61,9 +62,8 @@ def report_in(log):
     return found and (found[1], found[2].splitlines())
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("name", daily(BY_DAY, FAULTS))
-def test_a_desync_is_reported_by_all_ranks(name):
+def test_a_desync_is_reported_by_all_ranks(tmp_path, name):
     fault, at, ranks, check, step, said = FAULTS[name]
     launched, ended = launch(fault, at, ranks, check, step)
     shown = "\n".join(f"--- rank {rank}\n{launched.tail(rank, 40)}" for rank in range(ranks))
@@ -93,8 +93,7 @@ def ranks_of(line):
         yield from range(int(low), int(high or low) + 1)
 
 
-@pytest.mark.ranks
-def test_a_slow_but_healthy_run_has_no_report_and_leaves_nothing():
+def test_a_slow_but_healthy_run_has_no_report_and_leaves_nothing(tmp_path):
     launched, _ = launch("healthy", 3, 2, CHECKED, "model")
     for rank in range(2):
         assert "all steps are done" in launched.logs[rank] and not report_in(launched.logs[rank]), launched.tail(rank)

@@ -5,15 +5,14 @@ from types import SimpleNamespace
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Tensor, nn, ops
+from mindspore import Tensor, ops
 from mindspore.common.initializer import Normal
+from support.nightly import daily
 from support.split_models import batch as small_batch
 
 from mindformers_core.layout import layout
-from mindformers_core.models import Decoder, LlamaConfig, LlamaForCausalLM, ModuleSpec
+from mindformers_core.models import LlamaConfig, LlamaForCausalLM
 from mindformers_core.models.attention import GroupedAttention
-from mindformers_core.models.decoder import DecoderLayer
-from mindformers_core.models.feed_forward import GatedMLP
 from mindformers_core.models.positions import places_seen
 from mindformers_core.models.rotary import apply_rotary, rotary_tables
 from mindformers_core.pipeline import split_layers
@@ -40,7 +39,7 @@ def test_logits_and_loss():
     np.testing.assert_allclose(loss.asnumpy(), expected.asnumpy(), rtol=1e-6)
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("tied", daily([True], [False, True]), ids=["untied", "tied"])
 def test_every_parameter_has_a_gradient_and_jit_equals_pynative(tied):
     model, batch = small_model(tie_word_embeddings=tied), small_batch()
     weights = model.trainable_params()
@@ -101,22 +100,6 @@ def test_a_position_sees_only_those_before_it():
     before, after = model(ids).asnumpy(), model(Tensor(changed)).asnumpy()
     np.testing.assert_array_equal(before[:, :5], after[:, :5])
     assert np.abs(before[:, 5:] - after[:, 5:]).max(axis=(0, 2)).min() > 1e-6
-
-
-def test_loss_falls_on_one_batch():
-    model, batch = small_model(), small_batch()
-    optimizer = nn.AdamWeightDecay(model.trainable_params(), learning_rate=1e-2)
-    run = ms.value_and_grad(model, None, model.trainable_params())
-
-    @ms.jit
-    def step(ids, labels):
-        loss, gradients = run(ids, labels)
-        optimizer(gradients)
-        return loss
-
-    losses = [float(step(*batch).asnumpy()) for _ in range(40)]
-    assert abs(losses[0] - np.log(32)) < 0.1
-    assert losses[-1] < 0.1
 
 
 @pytest.mark.parametrize("mode", ["pynative", "jit"])
@@ -190,18 +173,6 @@ def test_stages_of_a_pipeline_compute_the_whole():
     np.testing.assert_allclose(hidden_states.asnumpy(), whole(ids, labels).asnumpy(), rtol=1e-6)
 
 
-def test_layer_spec_replaces_a_part():
-    class Numbered(GatedMLP):
-        def construct(self, hidden_states):
-            return hidden_states
-
-    spec = ModuleSpec(DecoderLayer, {"mlp": Numbered})
-    model = Decoder(LlamaConfig(**SMALL), spec, split_layers(2, 2)[1])
-    (layer,) = model.layers.values()
-    assert type(layer.mlp) is Numbered and layer.layer_number == 2
-    assert model.build_layer(spec, 1).layer_number == 2
-
-
 def test_hooks_name_the_batch_only_where_the_config_does():
     model = small_model()
     names = "input_ids", "labels", "positions", "places"
@@ -214,9 +185,3 @@ def test_hooks_name_the_batch_only_where_the_config_does():
     sequence_parallel = SimpleNamespace(sequence_parallel=True)
     assert layer.mlp.shard(sequence_parallel)[0] == layout(..., None, None)
     assert layer.self_attn.shard(sequence_parallel)[0] == {"hidden_states": layout(..., None, None)}
-
-
-def test_config_defaults():
-    config = LlamaConfig(num_attention_heads=8, hidden_size=64)
-    assert (config.num_key_value_heads, config.head_dim) == (8, 8)
-    assert LlamaConfig(**{**SMALL, "head_dim": 10}).head_dim == 10

@@ -1,24 +1,11 @@
 """What the rules of operators say of calls that don't fit, and how a user adds a rule."""
 
-import pytest
 from support.documents import code_blocks
 from support.launch import ROOT
 
-from mindformers_core.operators import Signature, elementwise, register_operator, registry, signature_of, tensor_meta
+from mindformers_core.operators import registry, signature_of, tensor_meta
 
 F32 = "float32"
-
-
-def test_a_user_registers_an_operator_of_his_own(monkeypatch):
-    monkeypatch.setattr(registry, "_FACTS", dict(registry._FACTS))  # other tests look at the real one
-
-    @register_operator("OnlyInThisTest")
-    def rule(x):
-        return elementwise(x)
-
-    assert isinstance(signature_of("OnlyInThisTest", [tensor_meta((4,), F32)]), Signature)
-    with pytest.raises(ValueError, match="already has a rule"):
-        register_operator("OnlyInThisTest")(rule)
 
 
 def test_the_rule_of_the_page(monkeypatch):

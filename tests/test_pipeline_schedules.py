@@ -232,11 +232,6 @@ def test_work_grows_with_the_table(name):
     assert few < 20 and work_of_a_step(16, 64) < 1.2 * few
 
 
-def test_large_tables_are_made_lowered_and_validated():
-    schedule = planned("interleaved_1f1b", 32, 128, 4)
-    assert sum(len(order) for order in schedule.table.orders) > 4 * 32 * 128 * 4
-
-
 # What is not admitted.
 
 

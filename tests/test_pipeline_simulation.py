@@ -58,18 +58,6 @@ def test_two_chunks_count_half_each():
     assert (timeline.messages, timeline.bubble_fraction, timeline.makespan) == ((0,), 0, 12)
 
 
-@pytest.mark.parametrize(("rank_num", "micro_batch_num"), [(2, 2), (4, 8), (8, 32), (3, 1)])
-def test_the_bubble_of_gpipe(rank_num, micro_batch_num):
-    timeline = simulate(gpipe(rank_num, micro_batch_num))
-    bubble = (rank_num - 1) / (micro_batch_num + rank_num - 1)
-    assert timeline.bubble_fraction == pytest.approx(bubble)
-    assert timeline.makespan == 3 * (micro_batch_num + rank_num - 1)
-    assert timeline.peak_live == (micro_batch_num,) * rank_num
-    for rank, fraction in enumerate(timeline.span_bubble_fractions):
-        idle = 3 * (rank_num - 1 - rank)  # after a rank's first step and before its last: the ranks behind it
-        assert fraction == pytest.approx(idle / (idle + 3 * micro_batch_num))
-
-
 def test_a_forward_only_table():
     timeline = simulate(forward_only(gpipe(3, 4)))
     assert (timeline.makespan, timeline.peak_live, timeline.messages) == (6, (0, 0, 0), (4, 4, 0))

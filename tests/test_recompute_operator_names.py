@@ -103,16 +103,6 @@ def test_results_in_tuples():
     assert found.by_pattern == {"first": ((), (split, negated)), "second": ((), (split,))}
 
 
-def test_all_ways_to_assign():
-    def construct(self, x):
-        c, *rest = ops.split(x, 1)
-        p = self.kept = ops.exp(c)
-        z = [ops.tanh(ops.exp(each)) for each in rest]
-        return p, z
-
-    assert [name.variables for name in names_in(construct)] == [("c", "rest"), ("p", "kept"), *[(), ("z",)] * 3]
-
-
 def test_a_variable_that_is_called_like_a_cell():
     def construct(self, x):
         a = ops.exp(self.a(x))

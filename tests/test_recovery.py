@@ -40,15 +40,19 @@ def lose(job, *ranks):
     return job.rows(), memory
 
 
-def test_a_killed_rank(start):
+@pytest.mark.waits
+def test_a_killed_rank(tmp_path):
     """After step 8, with a state in memory every 3 steps: no byte is read from disk, where there is no checkpoint yet.
 
     The steps after that state are those of before, bit by bit. Rank 1 is slow before, which is told.
     """
-    job = start("job", 2, *TWO, *STATES, SLOW_RANK="1")
-    assert job.wait(120, lambda: len(job.rows()) >= 8), job.output.read_text()
-    before, memory = lose(job, 1)
-    assert job.wait(120), job.output.read_text()
+    job = Job(tmp_path / "job", 2, *TWO, *STATES, SLOW_RANK="1")
+    try:
+        assert job.wait(120, lambda: len(job.rows()) >= 8), job.output.read_text()
+        before, memory = lose(job, 1)
+        assert job.wait(120), job.output.read_text()
+    finally:
+        job.end()
     rows, said = job.rows(), job.output.read_text()
     check(job, [*before, *rows[len(before) :]])
     (loaded,) = [row for row in rows if "loaded_from_disk" in row]
@@ -59,6 +63,7 @@ def test_a_killed_rank(start):
     assert [path.name for path in (job.run / "checkpoint").iterdir()] == ["step_12"] and not memory.exists()
 
 
+@pytest.mark.waits
 def test_a_sample_of_trials(tmp_path):
     """Eight signals, with ranks that start at once; those of a recipe's job are nightly."""
     jobs = [*trials(tmp_path, 8, seed=3, kind=StandIn, of_a_job=4)]

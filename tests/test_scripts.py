@@ -59,37 +59,33 @@ def script(name, *arguments, root=ROOT, cwd=None, environment=None):
     )
 
 
-@pytest.fixture
-def worker(tmp_path):
-    """A folder with `worker.py` in it."""
-    (tmp_path / "worker.py").write_text(WORKER)
-    return tmp_path
-
-
 def launch(folder, command, workers):
-    """Launch on a free port, logs in `folder`/log."""
+    """Launch in a folder, which gets `worker.py`, on a free port, logs in `folder`/log."""
+    (folder / "worker.py").write_text(WORKER)
     return script(
         "msrun_launch.sh", command, workers, workers, "127.0.0.1", 0, 0, folder / "log", "True", 60, cwd=folder
     )
 
 
-def test_workers_finish_and_the_first_is_shown(worker):
+@pytest.mark.waits
+def test_workers_finish_and_the_first_is_shown(tmp_path):
     """Logs of an earlier launch are removed, and nothing else in the folder."""
-    (worker / "log").mkdir()
+    (tmp_path / "log").mkdir()
     for name in ("worker_0.log", "worker_2.log", "worker_3.log", "worker_x.log", "scheduler.log", "mine.log"):
-        (worker / "log" / name).write_text("earlier")
-    done = launch(worker, "worker.py finish 'two words'", 2)
+        (tmp_path / "log" / name).write_text("earlier")
+    done = launch(tmp_path, "worker.py finish 'two words'", 2)
     assert done.returncode == 0, done.stdout
     assert "rank 0 runs ['two words']" in done.stdout
     assert "rank 1" not in done.stdout
-    assert "rank 1 runs" in (worker / "log" / "worker_1.log").read_text()
-    names = {path.name for path in (worker / "log").iterdir()}
+    assert "rank 1 runs" in (tmp_path / "log" / "worker_1.log").read_text()
+    names = {path.name for path in (tmp_path / "log").iterdir()}
     assert {name for name in names if name.startswith("worker")} == {"worker_0.log", "worker_1.log", "worker_x.log"}
-    assert (worker / "log" / "mine.log").read_text() == "earlier"
+    assert (tmp_path / "log" / "mine.log").read_text() == "earlier"
     for name in ("worker_0.log", "scheduler.log"):
-        assert "earlier" not in (worker / "log" / name).read_text()
+        assert "earlier" not in (tmp_path / "log" / name).read_text()
 
 
+@pytest.mark.waits
 @pytest.mark.parametrize(
     ("case", "code", "shown"),
     [
@@ -97,14 +93,14 @@ def test_workers_finish_and_the_first_is_shown(worker):
         ("kill", 137, ["worker 1 was killed by SIGKILL", "rank 1 runs"]),
     ],
 )
-def test_a_failing_worker_fails_the_launch(worker, case, code, shown):
+def test_a_failing_worker_fails_the_launch(tmp_path, case, code, shown):
     started = time.monotonic()
-    done = launch(worker, f"python worker.py {case}", 2)
+    done = launch(tmp_path, f"python worker.py {case}", 2)
     assert done.returncode == code, done.stdout
-    for text in [*shown, str(worker / "log" / "worker_1.log")]:
+    for text in [*shown, str(tmp_path / "log" / "worker_1.log")]:
         assert text in done.stdout
     assert time.monotonic() - started < 40, "waited for the scheduler, or for the other worker"
-    assert not running_in(worker)
+    assert not running_in(tmp_path)
 
 
 def running_in(folder):
@@ -116,6 +112,7 @@ def running_in(folder):
     return found
 
 
+@pytest.mark.waits
 def test_one_worker_meets_itself(tmp_path):
     (tmp_path / "meeting.py").write_text(MEETING)
     done = launch(tmp_path, "-m meeting", 1)
@@ -123,17 +120,19 @@ def test_one_worker_meets_itself(tmp_path):
     assert "size 1" in done.stdout
 
 
-def test_termination_leaves_nothing_behind(worker):
+@pytest.mark.waits
+def test_termination_leaves_nothing_behind(tmp_path):
+    (tmp_path / "worker.py").write_text(WORKER)
     command = ["bash", str(ROOT / "scripts" / "msrun_launch.sh"), "worker.py raise", "1", "0", "log", "True", "60"]
-    with subprocess.Popen(command, cwd=worker, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as launcher:
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as launcher:
         deadline = time.monotonic() + 30
-        while not (worker / "log" / "worker_0.log").exists() and time.monotonic() < deadline:
+        while not (tmp_path / "log" / "worker_0.log").exists() and time.monotonic() < deadline:
             time.sleep(0.1)
-        assert (worker / "log" / "worker_0.log").exists(), "the six-argument form did not start a worker"
+        assert (tmp_path / "log" / "worker_0.log").exists(), "the six-argument form did not start a worker"
         launcher.terminate()
         assert launcher.wait(20) == 143
     time.sleep(0.5)
-    assert not running_in(worker)
+    assert not running_in(tmp_path)
 
 
 def test_port_in_use_names_it_and_a_free_one(tmp_path):

@@ -1,18 +1,16 @@
 """Capture on a machine without the operators' kernels: shapes, created tensors, and errors with Cell and line."""
 
-from pathlib import Path
 from queue import SimpleQueue
 
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Tensor, mint, nn, ops
+from mindspore import Tensor, mint, ops
 from support.captured_models import Function
 from support.small_cells import cell_of
 
 from mindformers_core import verify
 from mindformers_core.capture.capture import capture
-from mindformers_core.capture.traced import CaptureError
 from mindformers_core.layout import layout
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.operators import tensor_meta
@@ -72,28 +70,3 @@ def test_a_model_with_positions_and_a_mask():
     for cut in (("tp",), (None, "tp"), (None, None, "tp")):
         check = verify(cell_of(attend), LINE, x, plan={"": {"input": {"x": layout(*cut, *[None] * (3 - len(cut)))}}})
         assert not check.faults, check.report()
-
-
-FAILING = {
-    "arguments": (lambda x: mint.arange(0, 4, "a"), "Failed calling Arange"),
-    "step": (lambda x: mint.arange(0, 4, 0), "step must not be zero"),
-    "plain": (lambda x: x + ops.add(Tensor(np.ones((2, 3))), Tensor(np.ones((2, 2)))), "For 'Add'"),
-    "index": (lambda x: x[:, :, 0], "3 indices for a tensor of 2 dims"),
-    "bincount": (lambda x: mint.bincount(x[0].long()), r"BincountExt\(.*depends on the values: give minlength"),
-    "layer": (nn.ReflectionPad1d((9, 9)), "operator|padding"),
-}
-
-
-@pytest.mark.parametrize("name", FAILING)
-def test_failing_operators_name_cell_and_line(name):
-    function, message = FAILING[name]
-    with pytest.raises(CaptureError, match=rf"in Cell '1' \(Function\), .*{Path(__file__).name}:\d+: .*{message}"):
-        capture(nn.SequentialCell(nn.ReLU(), Function(function)), X)
-
-
-def test_an_error_of_the_users_own_passes():
-    def refuse(x):
-        raise IndexError("mine")
-
-    with pytest.raises(IndexError, match=r"^mine$"):
-        capture(nn.SequentialCell(Function(refuse)), X)

@@ -162,14 +162,6 @@ class OwnError(ValueError):
         super().__init__(f"{one} and {two}")
 
 
-def test_an_error_of_the_users_own_kind_is_left_alone():
-    def fail(x):
-        raise OwnError(1, 2)
-
-    with pytest.raises(OwnError, match="^1 and 2$"):
-        shard(Function(fail), MESH)(X)
-
-
 def test_views_last_for_one_call():
     """Also where a call failed: the next one begins anew."""
     failing = []

@@ -93,12 +93,6 @@ def test_a_bucket_is_full_at_its_bytes():
     assert members_of(buckets_of(halves, range(6), Fusion(0.5))) == [(0, 1, 2, 3), (4, 5)]
 
 
-def test_the_bytes_are_those_that_move():
-    plans = [plan_of(number, MB // 16, "float16") for number in range(4)]
-    buckets = make_buckets("reducescatter", plans, range(4), Fusion(0.5), lambda _: "float32")
-    assert members_of(buckets) == [(0, 1), (2, 3)] and {bucket.dtype for bucket in buckets} == {"float32"}
-
-
 def test_buckets_end_before_the_parameters_with_these_numbers():
     plans = [plan_of(number, 8) for number in range(6)]
     fusion = Fusion(None, (2, 5))
@@ -113,10 +107,6 @@ def test_another_dtype_has_a_bucket_beside_and_units_have_their_own():
     buckets = buckets_of(plans, range(5), Fusion())
     assert members_of(buckets) == [(1,), (3,), (0, 2, 4)]
     assert [(bucket.unit, bucket.dtype) for bucket in buckets] == [("", "float16"), ("b", "float16"), ("", "float32")]
-
-
-def test_nothing_makes_no_buckets():
-    assert buckets_of([], [], Fusion()) == [] == buckets_of([plan_of(0, 8)], [], Fusion(0))
 
 
 @pytest.mark.parametrize(

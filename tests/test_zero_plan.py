@@ -81,25 +81,8 @@ def test_the_threshold_counts_what_computes_not_the_master_copy():
     assert planned((512,), threshold=1, dtype="float32", shard_dtype="float16").dim == 0
 
 
-def test_scalars_and_empty_parameters_stay_whole_at_any_threshold():
-    assert planned(()).reason == "no dim of [] can be cut into 2 equal parts"
-    assert planned((0, 4)).reason == "0 KB, not more than the threshold of 0 KB"
-    assert planned((1,)).reason == "no dim of [1] can be cut into 2 equal parts"
-
-
-def test_the_first_dim_that_can_be_cut():
-    assert planned((3, 5, 8, 4), 4).dim == 2
-    assert planned((3, 5, 8, 4), 4).shard_shape(4) == (3, 5, 2, 4)
-    assert planned((3, 5, 7), 4).reason == "no dim of [3, 5, 7] can be cut into 4 equal parts"
-
-
 @pytest.mark.parametrize("level", LEVELS)
 def test_what_is_not_trained_is_cut_at_level_3_only(level):
     plan = planned((8, 8), level=level, trainable=False)
     assert plan.dim == (0 if level == "level3" else None)
     assert plan.reason == ("" if level == "level3" else f"not trained, and {level} cuts what comes of gradients")
-
-
-def test_one_part_is_the_whole():
-    plan = planned((8, 8), 1)
-    assert (plan.dim, plan.reason, plan.shard_shape(1)) == (None, "shard_size is 1", (8, 8))

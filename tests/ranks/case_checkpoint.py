@@ -90,19 +90,25 @@ def case_vocabulary_that_no_axis_divides():
         shutil.rmtree(folder)
 
 
-@on_ranks(4)
+@on_ranks(2)
 def case_resumed_run_with_few_checkpoints():
     """Runs by recipe: one that goes on from a checkpoint, saved beside training, is as the unbroken one.
 
     Two ranks share every sequence of documents, in zigzag, in evaluation too."""
     folder = folder_of("runs")
     places = (f"train_dataset.data_path={CONFIGS}", f"train_dataset.cache_dir={folder}/cache")
-    places += ("parallelism.data_parallel_shard=1", "parallelism.context_parallel=2", "train_dataset.packing=documents")
+    places += ("parallelism.data_parallel_shard=1", "parallelism.context_parallel=2", "parallelism.tensor_parallel=1")
     saving = ("checkpoint.enable_save=true", "checkpoint.save_interleaved_steps=1", "checkpoint.keep_last=2")
     evaluating = ("evaluation.interval=4", "evaluation.samples=7", "evaluation.dataset={max_bytes: 1000}")
 
     def run(name, *overrides):
-        overrides = [*SMALL, *places, f"training.output_dir={folder}/{name}", *overrides]
+        overrides = [
+            *SMALL,
+            *places,
+            "train_dataset.packing=documents",
+            f"training.output_dir={folder}/{name}",
+            *overrides,
+        ]
         job = Trainer(load_recipe(str(CONFIGS / "llama_tiny_cpu.yaml"), overrides))
         job.run()
         gather_values(job.mesh, None)

@@ -27,7 +27,7 @@ COUNT, LAYERS = 12, "model.num_hidden_layers=2"
 
 
 @on_ranks(4)
-def case_generated_on_other_meshes_than_trained():
+def case_generated_on_other_meshes_than_trained(mode_of_stages=1):
     """Greedy tokens, compiled where no stage follows, and drawn ones, on (pp 2, tp 2), cp 2, whose ranks
     compute alike, and one rank; logits of a prompt a rank."""
     folder = os.path.join(tempfile.gettempdir(), f"mindformers_core_case_generate_{os.environ['MS_SCHED_PORT']}")
@@ -46,7 +46,7 @@ def case_generated_on_other_meshes_than_trained():
             check_against_forward(forward, found[-1][0], passes[:COUNT], [me])
             checked += 1
 
-    generate(None, 1, pp=2, tp=2)
+    generate(None, mode_of_stages, pp=2, tp=2)
     if me < 2:
         generate([0, 1], cp=2)
     elif me == 2:
@@ -57,3 +57,9 @@ def case_generated_on_other_meshes_than_trained():
     assert found[0][1] != [row[:10] for row in found[0][0]]
     if me == 0:
         shutil.rmtree(folder)
+
+
+@on_ranks(nightly=(4,))
+def case_generated_in_a_compiled_pipeline():
+    """The same where each stage's pass is a graph."""
+    case_generated_on_other_meshes_than_trained(0)

@@ -39,9 +39,9 @@ def case_levels_equal_one_rank():
     compare(3, 1, "parallelism.sequence_parallel=true")
 
 
-@on_ranks(4)
+@on_ranks(nightly=(4,))
 def case_compiled_levels_equal_one_rank():
-    """Graph mode, Muon: at level 3 every layer is a graph of its own; level 2 is compiled in pipelines, at night.
+    """Graph mode, Muon: at level 3 every layer is a graph of its own, as daily in `case_zero_stages_equal_one_card`.
 
     Weights are cut over ranks that share sequences, too.
     """
