@@ -79,7 +79,8 @@ class _Resizing:
         olds, news = (tree_leaves(structure, object) for structure in (old, new))
         for one, other in zip_longest(olds, news):
             is_value = type(one) is type(other) is Value and one.dtype == other.dtype
-            if is_value and self.values.setdefault(one.id, other) != other or not is_value and _fixed(one, other):
+            fixed = type(one) is not type(other) or isinstance(one, (DType, str, bool)) and one != other
+            if self.values.setdefault(one.id, other) != other if is_value else fixed:
                 self._refuse(new, old)
 
     def _refuse(self, new, old):
@@ -175,11 +176,6 @@ class _Resizing:
                     uses.append(replace(found, value=self.values[use.value.id]))
             parts[part] = tuple(uses)
         return replace(self.graph, **parts)
-
-
-def _fixed(one, other):
-    """Whether two attributes differ in more than numbers."""
-    return type(one) is not type(other) or isinstance(one, (DType, str, bool)) and one != other
 
 
 def _kind(node):
