@@ -22,7 +22,6 @@ class ShardContext:
     """How an operator is sharded: the axes, and the layouts and global shapes of its inputs.
 
     Attributes:
-        mesh: the mesh.
         axes: the axes that shard the operator's own dim, major to minor; empty for an algorithm that always runs.
         layouts: the layout of every tensor input as the operator gets it.
         shapes: the global shape of every tensor input.

@@ -38,7 +38,6 @@ class LocalTensor:
     """A tensor as one rank holds it.
 
     Attributes:
-        value: its `Value`.
         shape: local shape.
         strides: in elements.
         requires_grad: whether a gradient flows back to it.

@@ -19,7 +19,6 @@ def activation_peaks(plan, algorithm, activations):
     saves besides its inputs and results counts from that operator on.
 
     Args:
-        plan: the `CellPlan`.
         algorithm: as of `through_algorithm`.
         activations: the `ExplainedActivations`: recomputed and swapped tensors are not kept for the backward pass.
 
@@ -51,7 +50,6 @@ def recomputed_at_once(plan, layers, notes):
     """Peak of recomputed bytes in the backward pass: the largest sum of one layer, or of one tensor outside of layers.
 
     Args:
-        plan: the `CellPlan`.
         layers: paths of the Cells that are recomputed one at a time, as a whole or in parts.
         notes: as of `ExplainedActivations`.
     """

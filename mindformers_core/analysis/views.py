@@ -8,7 +8,6 @@ def viewed(node, shape, strides, targets):
     """Strides of an operator's results if they are views of its first tensor; otherwise None.
 
     Args:
-        node: the `OperatorNode`.
         shape, strides: local shape and strides of its first tensor.
         targets: local shapes of its results.
 

@@ -31,9 +31,6 @@ _COPIERS = 4  # threads that copy a snapshot: one doesn't use all the memory's b
 class BackgroundSave:
     """The snapshot of a rank, and the process that writes it, if there is one; all ranks call `settle` and `start`.
 
-    Args:
-        ranks: the `Ranks`.
-
     Attributes:
         folder: of the last checkpoint that was asked for; None before. seconds: from the return of `start` until this
             rank's part of it was written, a dict with the key "write_seconds"; {} before.

@@ -22,7 +22,6 @@ def checksum(array, box, shape):
 
     Args:
         array: the part, a NumPy array whose elements have 1, 2, 4, 8 or 16 bytes.
-        box: its box.
         shape: of the whole tensor.
     """
     if array.dtype.itemsize > 4:  # a change of a 64-bit number's highest bit would have one effect, wherever it is

@@ -23,7 +23,6 @@ def write_ckpt(checkpoint, path, names):
     """Write all tensors of a `Checkpoint`, which are verified, and its documents, into a `.ckpt` file: their number.
 
     Args:
-        checkpoint: the `Checkpoint`.
         path: of the new file.
         names: a dict, path of a parameter -> name of its tensor in checkpoints, where they differ.
 

@@ -79,7 +79,6 @@ def make_generator(recipe, mesh, rank, batch, length, count, checkpoint):
         rank: this rank's number.
         batch, length: number of prompts in a batch, and of slots for their tokens.
         count: number of tokens that are generated, at most.
-        checkpoint: the `Checkpoint`.
 
     Raises:
         ValueError: a model that has no caches; on all ranks: tensors that differ from the model's, a damaged file.

@@ -50,7 +50,6 @@ def planned(recipe, choices=None, forgets=False, taken=lambda stage, *found: fou
     """Number of a stage -> `(ShardedTree, CellGraph, CellPlan)`, in order, or what is taken of it.
 
     Args:
-        recipe: the `Recipe`.
         choices: number of a stage -> function of its `CellGraph` and of `mesh` that returns its plan. Default:
             propagate.
         forgets: whether contents of constants are dropped, such as masks of long sequences.

@@ -31,7 +31,6 @@ def connect_ranks(rank, size, share, timeout, connect_timeout=CONNECT_TIMEOUT):
     """A `Connection` to every other rank: `{rank: Connection}`. A collective call: every rank makes it.
 
     Args:
-        rank: this rank.
         size: number of ranks.
         share: takes this rank's text and returns the texts of all ranks by rank; no other process may read them.
         timeout: seconds without a byte after which a read of a connection fails.

@@ -36,7 +36,6 @@ class Transport:
     Where the head names a segment of the sender's memory, the bytes are there instead. A collective call.
 
     Args:
-        rank: this rank.
         connections: `{rank: Connection}` to all other ranks.
     """
 

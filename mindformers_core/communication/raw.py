@@ -27,7 +27,6 @@ class RawCollective(nn.Cell):
     """A collective of one group without gradient. A backend's subclass overrides the methods named as the kinds.
 
     Args:
-        group: the `Group`.
         kind: `all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all`, `permute` or `exchange`.
         arguments: those of the kind's method after the tensor.
     """

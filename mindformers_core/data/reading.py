@@ -69,7 +69,6 @@ def batch_reader(recipe, plan, cells, rank, dataset):
     """The function of a dataset and the number of samples of earlier steps that reads a step's arrays: `local_batch`.
 
     Args:
-        recipe: the `Recipe`.
         plan: its `BatchPlan`.
         cells: see `batch_layouts`.
         rank: number of the rank.

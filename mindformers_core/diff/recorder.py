@@ -56,7 +56,6 @@ class DigestRecorder(ProgramObserver):
         self._listing, self._entries, self._entry = cache(Listing), cache(self._make_entries), cache(self._make_entry)
 
     def sharded(self, cell):
-        """See `Observer`."""
         self._roots.append(cell)
         self._paths = None
 

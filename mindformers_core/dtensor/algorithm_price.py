@@ -38,7 +38,6 @@ def algorithm_price(node, attributes, call, found):
     Args:
         node: the `OperatorNode` of the call, with `TensorMeta`s in the place of tensors.
         attributes: of its primitive, those that its rule takes.
-        call: the `OperatorCall`.
     """
     name, axes = found.algorithm
     if not axes or algorithm_named(name).function and not algorithm_named(name).by_shapes:

@@ -158,7 +158,6 @@ class _Tree:
     """Writes the tree of Cells; knows which it has written already.
 
     Attributes:
-        mesh: the mesh.
         shown: identity of a `CellReport` -> (anchor, path) of the place where it is.
     """
 

@@ -26,7 +26,6 @@ class TensorEntry:
         name: an argument's or parameter's name, else the number of its Value, as `"%3"`.
         dtype: its name.
         shape, local_shape: global, and of every rank's part.
-        layout: its `Layout`.
     """
 
     name: str
@@ -108,7 +107,6 @@ class Report:
     """The report of a plan.
 
     Attributes:
-        mesh: the mesh.
         training: whether the root Cell was captured in training.
         root: the `CellReport` of the root.
         decision: the `DeviceModel` by whose prices layouts were chosen, the `Price` of a step, and the mesh axes over

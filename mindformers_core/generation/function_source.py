@@ -30,7 +30,6 @@ def function_source(plan, module, name):
     """The function of a `CellPlan`, a method of its Cell.
 
     Args:
-        plan: the plan.
         module: the `ModuleWriter` that collects what the function needs at the top of its module.
         name: of the function.
 

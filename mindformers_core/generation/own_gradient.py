@@ -13,7 +13,6 @@ def own_gradient_lines(plan, comment, writer):
     """The lines of the methods of the Cell.
 
     Args:
-        plan: the `OperatorPlan`.
         comment: what the algorithm is.
         writer: a `_FunctionWriter` that has written nothing yet.
     """

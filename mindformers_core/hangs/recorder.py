@@ -31,8 +31,6 @@ class Recorder:
     """Records what this rank issues.
 
     Args:
-        board: the `Board`.
-        rank: this rank.
         stack_file: descriptor of the file for this process's stack.
         check: whether to compare every collective with those of the neighbours in its group.
 

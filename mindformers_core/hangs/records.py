@@ -17,7 +17,6 @@ class Issued:
     """A collective, a wait for a message or for the start, or a call of a compiled function, which a rank has begun.
 
     Attributes:
-        rank: the rank.
         number: of the call among all calls of these ranks, or of the compiled function, in this job, from 0; else None.
         kind: `"all_reduce"`, …, `"receive"`, `"start"` (the wait for all ranks), `"compiled"`, or `"compiling"` (the
             first call of a compiled function).
@@ -91,7 +90,6 @@ class RankState:
     """One rank, as the board and the system show it.
 
     Attributes:
-        rank: the rank.
         state: `"running"`, `"stopped"` (by SIGSTOP or a debugger), `"dead"` (the process is gone), `"ended"` (by
             itself: it left the job) or `"absent"` (it has not joined).
         history: the last `Issued`, oldest first.

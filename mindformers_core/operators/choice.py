@@ -33,7 +33,6 @@ class Resolution:
     """The consequences of a `Choice` for one operator call.
 
     Attributes:
-        choice: the `Choice`.
         inputs: the layout that every tensor input must have.
         outputs: the layout that every output then has.
         algorithm: `(name, axes)` of the distributed algorithm that replaces the operator, and the axes that it spans;
@@ -56,7 +55,6 @@ class OperatorCall:
 
     Attributes:
         name: of the operator.
-        signature: the operator's `Signature`.
         metas: a `TensorMeta` with layout for every tensor input.
         mesh: the mesh that all the layouts are on.
         device_model: what redistributions and operators cost.

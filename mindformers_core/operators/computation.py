@@ -34,7 +34,6 @@ def computation_seconds(name, signature, mesh, axes_of, dtypes, device_model):
         name, signature: the operator and its `Signature`.
         mesh, axes_of: factor -> the axes of the mesh that shard it.
         dtypes: names of the dtypes of all inputs and outputs, in order.
-        device_model: a `DeviceModel`.
     """
     facts = facts_of(name)
     if facts.view not in (None, strided, INPUT_IF_OF_ITS_DTYPE):  # else results are always views

@@ -55,7 +55,6 @@ def alternatives(call, suggested=()):
     """Every `Resolution` of an `OperatorCall` that shards as one of its inputs, or as one of the layouts suggested.
 
     Args:
-        call: the `OperatorCall`.
         suggested: pairs (dims, layout): a layout to consider for an output or input; `dims` is its entry in the
             signature.
     """
@@ -105,7 +104,6 @@ def undivided_reason(signature, dims, source, target):
     """The reason why a sharded dim of an input is gathered, where the reason is its size; else an empty string.
 
     Args:
-        signature: the operator's `Signature`.
         dims: the input's entry in it.
         source, target: the layouts of the input before and after its redistribution.
     """

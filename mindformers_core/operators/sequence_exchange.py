@@ -28,7 +28,6 @@ class Exchange:
     Attributes:
         distance: number of ranks; 0: their own parts.
         givers: for every chunk of a part the ranks that give theirs.
-        products: the `Product`s.
     """
 
     distance: int

@@ -17,7 +17,6 @@ class CellPasses:
     """Runs forward and backward passes of a Cell, micro-batch by micro-batch.
 
     Args:
-        cell: the Cell.
         label: its name in errors.
         loss_fn, compiled: as of `PipelineStage`.
         is_first, is_last: whether the inputs are those of the model, without gradients; whether it returns the loss.

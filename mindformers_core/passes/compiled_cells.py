@@ -75,7 +75,6 @@ class CompiledCells:
 
         Args:
             path: of the Cell that is called.
-            plan: the plan.
             program: name of the function; a constant of the graph.
             products: the `DeferredProduct`s of split weight gradients, or None; constants of the graph.
             arguments: `(args, kwargs)` of the call.

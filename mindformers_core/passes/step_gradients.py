@@ -21,7 +21,6 @@ class StepGradients:
     follow; they are freed by `reduced`, and after a pass that failed or has no gradients.
 
     Args:
-        cell: the Cell.
         storage: the `ParameterStorage` of the Cell.
 
     Attributes:

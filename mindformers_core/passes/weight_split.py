@@ -187,7 +187,6 @@ class DeferredProduct(nn.Cell):
 
     Args:
         weight: the `DeferredWeight`.
-        parameter: its Parameter.
         name: prefix of the names of its collectors.
 
     Attributes:

@@ -123,7 +123,6 @@ class ActivationPolicy:
         """The `ExplainedActivations` of a program, for `explain()`.
 
         Args:
-            plan: its `CellPlan`.
             path: of a called Cell: the notes are those in its first call, with keys from there. Default: the root.
         """
         return ExplainedActivations()

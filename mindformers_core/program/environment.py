@@ -8,7 +8,6 @@ def follow(plan, held, instruction):
     """What stands for the results of a plan, a list.
 
     Args:
-        plan: the `CellPlan`.
         held: the environment of arguments, parameters, constants and `lifted` tensors; extended in place.
         instruction: function of the index of an instruction, the instruction, and what stands for the tensors that it
             takes, a list; of a call of a Cell with a plan, the environment with which that begins. Returns what stands

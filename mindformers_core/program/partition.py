@@ -105,7 +105,6 @@ def unshared(plan, **changes):
     """A copy of a plan in which every call has a `CellPlan` of its own, and so every Cell a function.
 
     Args:
-        plan: the plan.
         changes: fields to replace in each of these `CellPlan`s.
     """
     instructions = [

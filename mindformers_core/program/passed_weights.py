@@ -30,7 +30,6 @@ def weight_paths(plan, graph):
     """The paths, from the Cell of the program, of the weights that a call of a plan's function passes.
 
     Args:
-        plan: the plan.
         graph: the `CellGraph` of this call; equal calls share a plan.
     """
     calls = walk_graphs(plan, graph)

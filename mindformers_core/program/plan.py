@@ -90,7 +90,6 @@ class OperatorPlan(_NodePlan):
     """How one operator is computed.
 
     Attributes:
-        node: the `OperatorNode`.
         signature: the `Signature` of the node.
         inputs: the layout of every tensor input, in the order of `node.taken`; available.
         outputs: the layout of every output, in the order of `node.made`.
@@ -291,7 +290,6 @@ def called_graphs(plan, graph):
     """Pairs (`CallPlan`, `CellGraph`): every call in a plan, with its graph in one of the calls that share the plan.
 
     Args:
-        plan: the plan.
         graph: the `CellGraph` of the sharing call.
     """
     places = {id(node): place for place, node in enumerate(plan.graph.nodes)}

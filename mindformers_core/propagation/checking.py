@@ -22,7 +22,6 @@ def check_plan(plan, final=False):
     """Check the plan of a root.
 
     Args:
-        plan: its `CellPlan`.
         final: whether its results must be neither partial nor varying. Default: False.
 
     Raises:
@@ -44,7 +43,6 @@ def _check(known, plan, flows):
 
     Args:
         known: `CellPlan` that was checked -> gradient flow of each of its results.
-        plan: the `CellPlan`.
         flows: number of every argument's and lifted Value -> gradient flow.
 
     Returns:
@@ -83,7 +81,6 @@ class _PlanCheck:
             self.make(value, layout)
 
     def results(self):
-        """See `_check`."""
         for entry in self.plan.instructions:
             self.node = None if isinstance(entry, Redistribution) else entry.node
             if isinstance(entry, Redistribution):

@@ -60,7 +60,6 @@ class Decision:
     the call that produces the tensor, and the number of the Value there (see `Uses`).
 
     Attributes:
-        graph: the `CellGraph`.
         entries: `OperatorPlan`s and `CallDecision`s, one for every node.
         calls: for every operator its `OperatorCall`, for every call its arguments (see `decide_plan`).
         values: key -> its Value, of this graph or of one below.
@@ -91,7 +90,6 @@ def decide_plan(run, graph, arguments, final=False, wanted=None, choices=None):
 
     Args:
         run: the `Propagation` (mesh, device model, parameters, declarations), which decides child calls.
-        graph: the `CellGraph`.
         arguments: key of every argument and of every free variable used here or below -> (layout, gradient flow,
             whether the tensor is available in any layout).
         final: whether partial and varying results are reduced: those of the root.
@@ -114,7 +112,6 @@ class _OpenCall:
         self.free = set()
 
     def decide(self, arguments, final, wanted):
-        """See `decide_plan`."""
         declaration = self.run.declaration(self.graph.path)
         uses = self.graph.uses.parameters
         self.free |= {key for key, (_, _, free) in arguments.items() if free} | (self.run.free & uses.keys())

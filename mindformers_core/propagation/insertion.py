@@ -46,7 +46,6 @@ class _Insertion:
         self.made_here = self._made_here()
 
     def plan(self):
-        """See `insert_redistributions`."""
         graph = self.decision.graph
         lifted = tuple((self._value(key), layout) for key, layout in self.lifted)
         *steps, results = self.decision.used

@@ -34,10 +34,11 @@ def improve(run, graph, arguments, final, wanted):
     left = MOST_NODES // max(1, len(graph.nodes))
     tried, improved = set(), False
     while left > 0:
+        most = best.price.computation * (1 + 1e-9)  # no rank may compute more
         for origin, candidate in _candidates(run, best, choices, tried):
             left -= 1
             trial = tried_out(candidate)
-            if trial is not None and _is_better(trial.price, best.price):
+            if trial is not None and trial.price.computation <= most and trial.price.improves_on(best.price):
                 best, choices, improved = trial, choices | candidate, True
                 tried.add(origin)
                 break
@@ -48,11 +49,6 @@ def improve(run, graph, arguments, final, wanted):
                 break
             tried, improved = set(), False
     return _hoisted(best, tried_out)
-
-
-def _is_better(price, other):
-    """Whether a price is lower than another one, without more computation."""
-    return price.improves_on(other) and price.computation <= other.computation * (1 + 1e-9)
 
 
 def _hoisted(best, tried_out):

@@ -79,7 +79,8 @@ class _Resizing:
         olds, news = (_leaves(structure) for structure in (old, new))
         for one, other in zip_longest(olds, news):
             is_value = type(one) is type(other) is Value and one.dtype == other.dtype
-            if is_value and self.values.setdefault(one.id, other) != other or not is_value and _fixed(one, other):
+            fixed = type(one) is not type(other) or isinstance(one, (DType, str, bool)) and one != other
+            if self.values.setdefault(one.id, other) != other if is_value else fixed:
                 self._refuse(new, old)
 
     def _refuse(self, new, old):
@@ -182,11 +183,6 @@ def _leaves(structure):
     if not isinstance(structure, (tuple, list)) or all(type(entry) is int for entry in structure):
         return [structure] if not isinstance(structure, dict) else _leaves([*structure.values()])
     return [leaf for entry in structure for leaf in _leaves(entry)]
-
-
-def _fixed(one, other):
-    """Whether two attributes differ in more than numbers."""
-    return type(one) is not type(other) or isinstance(one, (DType, str, bool)) and one != other
 
 
 def _kind(node):

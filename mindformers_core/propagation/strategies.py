@@ -20,7 +20,6 @@ def declared_layouts(declaration, signature, metas, mesh, where):
     the axes of its own factors come first, then those of reduced factors (a reduce-scatter), then unused axes.
 
     Args:
-        declaration: the `OperatorDeclaration`.
         signature: the `Signature` of the call.
         metas: a `TensorMeta` for every tensor input.
         mesh: the mesh of the layouts.
@@ -81,7 +80,6 @@ def layouts_of(parts, mesh):
 
     Args:
         parts: a dict, name of a part, for errors -> a sequence with a strategy, a layout or None for each tensor.
-        mesh: the mesh.
 
     Returns:
         For every part a tuple with a layout, or None where nothing is given.
@@ -202,7 +200,6 @@ def _assign(counts, candidates, mesh):
     Args:
         counts: factor -> `(number of shards, the dim's label in errors)`.
         candidates: factor -> axes that may shard it, in order of preference.
-        mesh: the mesh.
     """
     choices = {factor: _subsets([a for a in axes if mesh.axis_size(a) > 1]) for factor, axes in candidates.items()}
     fitting = [[axes for axes in choices[f] if mesh.axis_size(*axes) == count] for f, (count, _) in counts.items()]

@@ -181,7 +181,6 @@ def described(choice, names):
     """Lines of text: recomputed instructions, the bytes that each frees and its time, and the sums.
 
     Args:
-        choice: a `Choice`.
         names: key of an instruction -> its name, as `"model.layers.0.mlp.silu"`; without one it is a redistribution.
             Equal names in consecutive layers share a line, as `model.layers.0-7.mlp.silu`; lines of 0 bytes and 0
             seconds are left out.

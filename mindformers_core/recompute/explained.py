@@ -56,7 +56,6 @@ def explained_cells(plan, cells, apart, algorithm, path="", arguments_need=True)
     The arguments of a recomputed Cell are saved. Other Cells are assumed to save the same tensors as in PyNative.
 
     Args:
-        plan: its `CellPlan`.
         cells: keys of the calls of recomputed Cells, none inside another.
         apart: whether each of them is compiled and called as a function of its own.
         algorithm, path, arguments_need: see `explained_activations`.

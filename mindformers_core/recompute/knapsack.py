@@ -43,7 +43,6 @@ def improved(dropped, near, pieces, measured, limit, questions):
         dropped: a frozenset of keys.
         near: keys that may change one by one, in order.
         pieces: sets of keys that may change together.
-        measured: a `Measured`.
         limit: bytes.
         questions: approximate limit on evaluations by `measured`.
     """

@@ -92,8 +92,6 @@ def trade_of(links, measured, keep):
     statistics that this model leaves out make the search miss points, but the bytes of each point are evaluated.
 
     Args:
-        links: its `Links`.
-        measured: a `Measured`.
         keep: instructions that are never recomputed, nor are the owners of their memory.
     """
     views = {key: made_from[0] for key, made_from in links.producers.items() if made_from and not measured.price(key)}

@@ -154,7 +154,6 @@ def match(pattern, names, cells):
     """The `Match` of a pattern.
 
     Args:
-        pattern: the `Pattern`.
         names: the `OperatorName`s of a program.
         cells: `(key, path)` of its Cells, from `called_cells`; keys are distinct.
     """
@@ -193,7 +192,6 @@ def check_found(where, pattern, found):
 
     Args:
         where: key of the setting that holds the pattern.
-        pattern: the `Pattern`.
         found: a `Found` for each program in which the pattern may match, such as of all stages of a pipeline.
     """
     is_there, there, missing = any(each.matched for each in found), "", ""

@@ -60,7 +60,6 @@ class ChosenActivations(ActivationPolicy):
         ]
 
     def annotate(self, path, plan, compiled):
-        """See `ActivationPolicy`."""
         program = NamedProgram(plan, path, self.layers, algorithm_of, not self.tree.storage.takes_gradients)
         if not path:
             self._summary = stage_summary(self.settings, self.swapping, self.layers, self.tree.cells, program)
@@ -127,7 +126,6 @@ class ChosenActivations(ActivationPolicy):
         return keys, choice
 
     def check_compiling(self):
-        """See `ActivationPolicy`."""
         if self.recomputed_cells and pynative_executor.grad_flag():
             raise ValueError(
                 f"{self.tree.label('')} is recomputed, but PyNative differentiates a compiled function that calls it, "
@@ -136,7 +134,6 @@ class ChosenActivations(ActivationPolicy):
             )
 
     def validate_for_backward(self):
-        """See `ActivationPolicy`."""
         self._check_gathers()
         program = next(reversed(self.tree.programs.values()), None)
         choice = None if program is None else self.choices.get(program.plan)
@@ -158,11 +155,9 @@ class ChosenActivations(ActivationPolicy):
         check_gathers(self.settings, gathers, "hsdp(optimizer_level='level3')", instead)
 
     def stage_summary(self):
-        """See `ActivationPolicy`."""
         return self._summary
 
     def check_stages(self, summaries, is_compiled):
-        """See `ActivationPolicy`."""
         self._check_gathers()
         check_stages(self.settings, self.swapping, summaries)
         if not is_compiled:
@@ -173,12 +168,10 @@ class ChosenActivations(ActivationPolicy):
             check_compiled_stages(self.settings, known)
 
     def keeps_weights(self, unit):
-        """See `ActivationPolicy`."""
         kept = self.settings.parallel_optimizer_comm_recompute is False
         return kept and any(f"{path}.".startswith(f"{unit}.") for path in self._recomputed)
 
     def explained(self, plan, path=""):
-        """See `ActivationPolicy`."""
         arguments_need = not self.tree.storage.takes_gradients
         if plan in self._compiled:
             called, compiled = self._compiled[plan]
@@ -188,7 +181,6 @@ class ChosenActivations(ActivationPolicy):
         return explained_activations(plan, _RECOMPUTED[1], algorithm_of, path, arguments_need, self.swapping.is_on)
 
     def calling(self):
-        """See `ActivationPolicy`."""
         asked = pynative_executor.grad_flag() or self.tree.cells[""].requires_grad  # mindspore.grad(cell) sets that
         needed = asked and self.tree.compiling is None
         if needed:

@@ -24,7 +24,6 @@ class NamedProgram:
     """A program with all names that patterns match, collected once.
 
     Args:
-        plan: its `CellPlan`.
         path: path of the root Cell of the program.
         layers: the result of `layers_of`.
         algorithm, arguments_need: see `Prediction`.
@@ -32,11 +31,9 @@ class NamedProgram:
     Attributes:
         plan, path, layers, algorithm: the arguments.
         places: its `Instruction`s in order.
-        names: its `OperatorName`s.
         texts: key of an instruction -> its name as text.
         cells: `(key, path from the root)` of each call of a Cell.
         closed: keys of calls of Cells with a custom `bprop`.
-        prediction: its `Prediction`.
     """
 
     def __init__(self, plan, path="", layers=None, algorithm=None, arguments_need=True):

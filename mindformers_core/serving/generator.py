@@ -56,7 +56,6 @@ class Generator:
         Args:
             prompts: as many lists of token ids as the caches have rows, at most `length` in each.
             count: number of tokens, at most the caches' slots less `length`.
-            sampling: a `Sampling`.
             numbers: of the prompts, for the draws. Default: from 0.
             stops: ids after which a row ends.
 

@@ -84,7 +84,6 @@ def encode_prompts(texts, tokens, count, vocab_size, longest):
 
     Args:
         texts: the prompts.
-        tokens: the `Tokens`.
         count: number of tokens that will be generated for each.
         vocab_size, longest: number of ids and of positions of the model; None: no limit.
 

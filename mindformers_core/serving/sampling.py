@@ -40,7 +40,6 @@ def next_tokens(logits, sampling, numbers, positions):
 
     Args:
         logits: an array (batch, vocab_size).
-        sampling: a `Sampling`.
         numbers, positions: of every row the number of its prompt, and the position of the token in its text.
     """
     is_finite = np.isfinite(logits.max(-1))  # which NaNs are not; -inf beside others is a token that never comes

@@ -13,7 +13,6 @@ def collective_places(program, paths):
     """How a `Recorder` names the lines of a program, see `Recorder.sources`.
 
     Args:
-        program: the `Program`.
         paths: id of a Cell of its tree -> path.
 
     Returns:

@@ -19,7 +19,6 @@ class ProgramObserver(Observer):
         self._seen = Counter()  # (pass, direction, id of tree, path, id of source, number) -> reports so far
 
     def in_pass(self, label, direction):
-        """See `Observer`."""
         return replaced(self, _pass=label, _direction=direction)
 
     def observed(self, source, cell, number, tensor):

@@ -16,7 +16,6 @@ def refuse_optimizers_of(cell, function, replaced=None):
     Parameters have no references to their optimizers.
 
     Args:
-        cell: the Cell.
         function: name of the function, for the error.
         replaced: paths of the replaced parameters. Default: all.
     """

@@ -29,7 +29,6 @@ class Program:
         name: the method of the called Cell that runs it.
         path: of the called Cell.
         signature: its key, see `describe`.
-        plan: its `CellPlan`.
         generated: the `CellPlan` of the generated module: `plan`, or its partition where parts are compiled alone.
         graph: the captured `CellGraph`.
         file: the generated module.

@@ -24,7 +24,6 @@ class Loss:
         self._form, self._total, self._count = form, 0.0, 0.0
 
     def update(self, results, samples):
-        """See `Metric`."""
         is_sum = self._form == "sum"
         self._total += results[0] if is_sum else results[0] * samples
         self._count += results[1] if is_sum else samples

@@ -64,11 +64,7 @@ def waited():
 
 
 class Pace:
-    """Finds the rank that the others wait for, by the seconds of a step in which each doesn't wait.
-
-    Args:
-        rank: this rank.
-    """
+    """Finds the rank that the others wait for, by the seconds of a step in which each doesn't wait."""
 
     def __init__(self, rank):
         self._rank, self._seconds, self._told = rank, deque(maxlen=_MOST), None

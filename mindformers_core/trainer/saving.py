@@ -18,7 +18,6 @@ class Saving:
     Args:
         section: the recipe's section `checkpoint`.
         ranks: the `Ranks` of the job.
-        checkpointer: the `Checkpointer`.
     """
 
     def __init__(self, section, ranks, checkpointer):

@@ -22,7 +22,6 @@ def step_parts(recipe, mesh, cells, loss_scale=None):
     Gradients are reduced over data-parallel ranks by the last run, whose number is hsdp's `accumulate_grad_step`.
 
     Args:
-        recipe: the `Recipe`.
         mesh: with the axes `MESH_AXES`.
         cells: from `build_cells`; the model is a function of the arrays of a micro-batch that returns the loss.
         loss_scale: a `LossScale`. Default: none.

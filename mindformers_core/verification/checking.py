@@ -82,7 +82,6 @@ class Check:
         allowances: see `rounding`; empty: no rounding is allowed for.
         is_whole: whether the tensors inside of programs are compared in every pass, not in the first ones only.
         notes: sentences about what isn't verified.
-        faults: the `Fault`s.
         compared: number of tensors.
         rounded: number of those that differ by no more than rounding may, as `allowances` says.
         ties: `(order, place)` of the choices among equal numbers that were made otherwise.

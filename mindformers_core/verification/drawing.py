@@ -28,7 +28,6 @@ def draw_of(node, dtype):
     """The function of the arguments of an operator that draws; None for any other operator.
 
     Args:
-        node: the `OperatorNode`.
         dtype: name of the dtype of all floating results.
     """
     signature = operator_signature(node) if facts_of(node.operator).draws else None

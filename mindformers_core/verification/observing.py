@@ -52,7 +52,6 @@ class RankInstrumentation(Instrumentation):
         return made
 
     def dtype(self, name):
-        """See `Instrumentation`."""
         return widened(name, self._dtype) if is_float(name) and self._dtype else name
 
     def planned(self, tree, path, plan):
@@ -69,11 +68,9 @@ class RankInstrumentation(Instrumentation):
         return self._check.sources[key]
 
     def text(self, text):
-        """See `Instrumentation`."""
         return widened_text(text, self._dtype) if self._dtype else text
 
     def loaded(self, module, source):
-        """See `Instrumentation`."""
         for name in source.constants:
             setattr(module, name, as_computed(getattr(module, name)))
 
@@ -103,7 +100,6 @@ class RankObserver(ProgramObserver):
         self.paths, self.replica = parameter_paths(cells.values()), replica
 
     def in_pass(self, label, direction):
-        """See `Observer`."""
         label = *label, self.replica
         return super().in_pass(label, direction) if self.is_watching else nullcontext()
 
@@ -122,7 +118,6 @@ class RankObserver(ProgramObserver):
             self.check.hold(order, self.rank, "weight gradient", at, layout, gradient, value, scale)
 
     def observed(self, source, cell, number, tensor):
-        """See `Observer`."""
         if self._pass is not None and self.check.looks_inside(self._pass):
             super().observed(source, cell, number, tensor)
 

@@ -38,7 +38,6 @@ def least_sizes(sizes, parts, divisors, share, fits):
     product of two sizes stays one where it can.
 
     Args:
-        sizes: the sizes.
         parts: size -> number of parts that it is cut into, which divides it, and that of the small size. Default of a
             size: 1.
         divisors: products of numbers of ranks, in pairs: for the sizes, and for the small ones.

@@ -170,7 +170,6 @@ class _Call:
         return self.slopes
 
     def step(self, rank, cells):
-        """See `simulate`."""
         run = self._differentiated if self.settings is None else self._under_hsdp
         results, gradients = run(cells[0], rank)
         parameters = tuple(_trained(cells[0]))
@@ -206,7 +205,6 @@ class _InitialValues(Instrumentation):
         self.rank, self.found, self.plain = rank, found, plain
 
     def placed(self, cell, parameters):
-        """See `Instrumentation`."""
         if self.rank == 0:
             self.plain.append(copy_cell(cell))
         for path, before in cell.parameters_and_names():

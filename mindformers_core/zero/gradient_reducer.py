@@ -31,11 +31,9 @@ class GradientReducer(GradientSums):
         self._placeholder = ops.zeros((0,))  # a shape that no parameter has
 
     def number(self, place):
-        """See `GradientSums`."""
         return self.storage.trained[place]
 
     def begin(self, is_last, scale, comes, at_once):
-        """See `GradientSums`."""
         self._is_last, self._scale, self._pending, self._next = is_last, scale, {}, 0
         self._came = set()
         settings = self.storage.settings
@@ -89,7 +87,6 @@ class GradientReducer(GradientSums):
             self._reduce(bucket)
 
     def add(self, number, gradient):
-        """See `GradientSums`."""
         gradient = self.sums.pop(number) + gradient if number in self.sums else gradient  # no other reference is left
         self.sums[number] = self.storage.meter.watch("gradients", gradient)
 

@@ -76,7 +76,6 @@ class HsdpStorage(ParameterStorage):
             )
 
     def prepare_pipeline(self, stage_num):
-        """See `ParameterStorage`."""
         self.check_trained()
         if stage_num > 1 and self.units and self.settings.reshard_after_forward is None:
             self.units = ()
@@ -140,11 +139,9 @@ class HsdpStorage(ParameterStorage):
         self.reducer = None
 
     def free_units(self):
-        """See `ParameterStorage`."""
         self.schedule.end()
 
     def gradient_sums(self):
-        """See `ParameterStorage`."""
         return GradientReducer(self)
 
     @contextmanager
@@ -160,11 +157,9 @@ class HsdpStorage(ParameterStorage):
                 yield
 
     def backward_scope(self):
-        """See `ParameterStorage`."""
         return replaced(self, _in_pass=True)
 
     def call_cell(self, path, call, args, kwargs):
-        """See `ParameterStorage`."""
         return self.schedule.call_cell(path, call, args, kwargs) if self.units else call(*args, **kwargs)
 
     def visible(self, parameter):
@@ -228,7 +223,6 @@ class HsdpStorage(ParameterStorage):
                 self.gathers.append(bucket)
 
     def explained(self):
-        """See `ParameterStorage`."""
         step, axes = step_plan(self), (*self.settings.axes, "hsdp")
         traffic = {(axes, *key): sent for key, sent in traffic_of_step(step).items() if sent[1]}
         return explained_lines(step), self.settings.accumulate_grad_step, traffic

@@ -38,7 +38,6 @@ class MemoryStore:
     """The states of a job in memory; all ranks call the methods alike.
 
     Args:
-        ranks: the `Ranks`.
         machines: rank -> (host, folder) of its machine; the folders of a host are in one folder.
         files: the `FileLayer`.
     """

@@ -132,7 +132,6 @@ def unary(x, output=None, outputs=1, sizes=(), whole=(), **more):
     """The `Signature` of an operator of the one tensor `x`, with a factor for each dim.
 
     Args:
-        x: the tensor.
         output: factors of the dims of every output; or a dict, dim of `x` -> those of the dims in its place. Default:
             as `x`.
         outputs: number of outputs.

@@ -76,12 +76,10 @@ def elementwise(*args, linear=(), **more):
     return equation(f"{', '.join(['...'] * len(tensors))} -> ...", *tensors, linear=linear, **more)
 
 
-def _nonlinear(*args, **named):
-    return elementwise(*args, *named.values())
-
-
 for _names, _saves, _facts in _NONLINEAR:
-    register_operator(*_names.split(), saves=_saves, **_facts)(_nonlinear)
+    register_operator(*_names.split(), saves=_saves, **_facts)(
+        lambda *args, **named: elementwise(*args, *named.values())
+    )
 
 
 # the second output is the tensor that the kernel saves for its gradient

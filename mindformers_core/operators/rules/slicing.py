@@ -16,7 +16,6 @@ def _sliced(x, ranges, localize, kept=None):
     """The `Signature` of a slice.
 
     Args:
-        x: the tensor.
         ranges: dim -> the `range` of the positions taken; default: all.
         localize: see `LocalCall`.
         kept: for every dim of the result that of `x`, None for a new one of size 1; default: all.

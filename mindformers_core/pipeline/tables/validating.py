@@ -58,8 +58,6 @@ def _check_order(table, rank, kinds):
     (Faults of sends and receives may be consequences: `lowered` may have added them.)
 
     Args:
-        table: the `ScheduleTable`.
-        rank: the rank.
         kinds: the types of steps that are allowed.
 
     Returns:
