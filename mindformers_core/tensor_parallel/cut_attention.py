@@ -119,7 +119,7 @@ class _Cut:
         self.is_known = order is not None
         rows = max(16, min(self.length // 8, _SCORES // (query.shape[0] * query.shape[2] * self.length)))
         drop, own, draws = dropped or (0.0, None, None)
-        has_kernel = fits_kernel(query.dtype, query.shape[3], self.value.shape[3], drop)
+        has_kernel = fits_kernel(query.dtype, query.shape[3], value.shape[3], drop)
         known = self.length, order, reach, exact, rows, has_kernel
         self.exchanges = _exchanges(self.order, ranks, known)
         self.context, self.way = context, way(context, self.each)
