@@ -70,7 +70,7 @@ def decoder_layer():
     ids = tensor_meta((2, 32), "int32")  # this rank's: of 4 sequences 2
     source = Path(prepare(model, ids, labels=ids).file).read_text(encoding="utf-8")
     functions = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
-    (last,) = [name for name in functions if name.endswith("llama_decoder_layer")]
+    (last,) = [name for name in functions if name.endswith("decoder_layer")]
     needed = _called(last, functions, source)
     lines = source.splitlines()
     made = [line for line in lines if re.match(r"(mesh|collectives|\w+_op|\w+) = ", line)]
