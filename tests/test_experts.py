@@ -1,22 +1,19 @@
 """The experts of a layer: one card against a plain computation, and every cut against one card."""
 
-from dataclasses import dataclass
-
 import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
-from mindspore.common.initializer import Normal
+from support.routed_layer import Config, Layer
 from support.verified_calls import MESH, MESH_OF_4, Sample, check_of, eager, numbers
 
 from mindformers_core import shard, verify
 from mindformers_core.algorithms.experts import within_capacity
 from mindformers_core.layout import layout
 from mindformers_core.mesh import DeviceMesh
-from mindformers_core.models.experts import MixtureOfExperts, RoutedExperts, Router, RouterConfig
+from mindformers_core.models.experts import RouterConfig
 from mindformers_core.program.plan import OperatorPlan
 from mindformers_core.tensor_parallel.experts import experts
-from mindformers_core.tensor_parallel.layers import Linear
 from mindformers_core.zero import hsdp
 
 EXPERTS, CHOICES = 4, 2
@@ -133,34 +130,6 @@ def test_errors():
         RouterConfig(8, 2, n_group=3)
     with pytest.raises(ValueError, match="num_experts_per_tok: 5 should be at most 4"):
         RouterConfig(8, 5, n_group=4, topk_group=2)
-
-
-class Layer(nn.Cell):
-    """What lies below the experts, a router with all its losses, top-2 of 8 experts, and a shared one."""
-
-    def __init__(self, scores, capacity):
-        super().__init__()
-        sigmoid = {"n_group": 4, "topk_group": 2, "has_bias": True} if scores == "sigmoid" else {}
-        losses = {"aux_loss_coef": 0.3, "seq_aux_loss_coef": 0.2, "z_loss_coef": 0.1}
-        config = RouterConfig(8, 2, scores, routed_scaling_factor=1.5, **sigmoid, **losses)
-        weight_init = Normal(0.5)
-        self.below = Linear(8, 8, weight_init=weight_init)
-        experts = RoutedExperts(8, 8, 4, has_bias=True, capacity=capacity, weight_init=weight_init)
-        shared = Linear(8, 8, weight_init=weight_init)
-        self.moe = MixtureOfExperts(Router(8, config, weight_init), experts, shared)
-
-    def construct(self, x):
-        hidden = x + ops.tanh(self.below(x))
-        output, loss = self.moe(hidden)
-        return ops.mean(ops.square(hidden + output)) + loss
-
-
-@dataclass(frozen=True)
-class Config:
-    """What the hooks read."""
-
-    expert_parallel: tuple = ()
-    expert_tensor_parallel: tuple = ()
 
 
 FOLDED = [  # mesh, axes of the batch and of the sequence, those of experts and inside of them, `hsdp`, capacity, scores

@@ -92,6 +92,16 @@ def _factor_axes(signature, dims, layout):
     return cut
 
 
+def jointly_kept(signature, metas, kept):
+    """`OperatorCall.kept`, and the axes that cut all factors of a `joint` group as the inputs arrive."""
+    cut = {}
+    for dims, meta in zip(signature.inputs if signature.joint else (), metas):
+        for factor, entry in _factor_axes(signature, dims, meta.layout).items():
+            cut[factor] = (*cut.get(factor, ()), *axes_in(entry))
+    joint = {axis for axes in signature.joint_axes(cut).values() for axis in axes}
+    return tuple(axes | (joint & meta.layout.cut_axes) for axes, meta in zip(kept, metas)) if joint else kept
+
+
 def _may_stride(signature, factor):
     """Whether an operator computes the same on a strided factor: nothing in it depends on positions along the dim."""
     if signature.run is not None or any(factor in group for group in signature.joint):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from mindformers_core.operators import OperatorCall, facts_of, is_float, tensor_meta
-from mindformers_core.operators.resolve import resolve, resolved, undivided_reason
+from mindformers_core.operators.resolve import jointly_kept, resolve, resolved, undivided_reason
 from mindformers_core.program.graph import CallNode, match_arguments
 from mindformers_core.program.plan import Reason
 from mindformers_core.program.structure import tree_leaves
@@ -204,6 +204,7 @@ class _OpenCall:
                 if 0 not in free:
                     declared = (metas[0].layout, *(None,) * (len(metas) - 1)), None
             dtypes = tuple(value.dtype for value in node.made)
+            kept = jointly_kept(signature, given, kept)
             known = *declared, free, trained, kept, partial(run.algorithm_price, node)
             call = OperatorCall(node.operator, signature, given, run.mesh, run.device_model, dtypes, *known)
             found = choice and resolved(call, choice) or resolve(call)

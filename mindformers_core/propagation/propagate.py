@@ -19,7 +19,9 @@ stated order of priorities, follow OpenXLA Shardy.
 
 from mindformers_core.grouping import grouped
 from mindformers_core.layout import Layout
+from mindformers_core.operators import facts_of
 from mindformers_core.program.free_variables import lambda_lift
+from mindformers_core.program.graph import CallNode
 from mindformers_core.program.structure import tree_leaves
 from mindformers_core.propagation.algorithms import algorithm_steps, own_gradient_steps
 from mindformers_core.propagation.boundaries import Declaration
@@ -98,7 +100,8 @@ class Propagation:
     Attributes:
         mesh, parameters, device_model, algorithm: see `propagate`.
         free: see `derive_parameters`.
-        batch_axes: the mesh axes that cut no parameter with a declared layout.
+        batch_axes: the mesh axes that cut no parameter with a declared layout, or an argument of the root and only
+            parameters that are cut with it, see `Signature.joint`.
         weight_axes: those that cut one, and no argument of the root.
     """
 
@@ -143,8 +146,20 @@ class Propagation:
         """The `Decision` for the root, whose inputs may require gradients, but depend on no trained parameter."""
         values = tree_leaves(graph.arguments)
         arguments = {value.id: (layouts[value.id], gradient_flow(value), False) for value in values}
-        self.weight_axes -= {axis for layout, _, _ in arguments.values() for axis in layout.cut_axes}
+        cut = {axis for layout, _, _ in arguments.values() for axis in layout.cut_axes}
+        if cut & self.weight_axes:
+            alone = self.parameters.keys() - self.free - {*self._taken_jointly(graph)}
+            self.batch_axes |= cut.difference(*(self.parameters[path].cut_axes for path in alone))
+        self.weight_axes -= cut
         return self.improved(graph, arguments, final)
+
+    def _taken_jointly(self, graph):
+        """Paths of parameters that an axis may cut together with activations, as those of experts."""
+        for called in graph.calls():
+            nodes = [each for each in called.nodes if not isinstance(each, CallNode)]
+            nodes = [each for each in nodes if facts_of(each.operator).algorithms and self.signature(each).joint]
+            taken = {value.id for node in nodes for value in node.taken}
+            yield from (use.path for use in called.parameters if use.value.id in taken)
 
     def redistribution_price(self, value, gradient, source, target):
         """The `Price` of a redistribution of a Value; `gradient` says whether a gradient flows back through it."""
