@@ -25,49 +25,24 @@ MODELS = {
     "llama_tied": LLAMA | {"tie_word_embeddings": True, "rope_theta": 10000.0},
     "llama_untied": LLAMA | {"tie_word_embeddings": False, "rope_theta": 500000.0, "head_dim": 8},
     "qwen3": COMMON | {"model_type": "qwen3", "head_dim": 8, "attention_bias": True, "rope_theta": 1e6},
-    "qwen3_moe": COMMON
-    | {
-        "model_type": "qwen3_moe",
-        "head_dim": 4,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 8,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 2,
+    "qwen3_moe": COMMON | {
+        "model_type": "qwen3_moe", "head_dim": 4, "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 8, "norm_topk_prob": True, "decoder_sparse_step": 2,
     },
     "gpt2": {
-        "model_type": "gpt2",
-        "vocab_size": 256,
-        "n_embd": 16,
-        "n_layer": 2,
-        "n_head": 4,
-        "n_positions": 64,
-        "initializer_range": 0.3,
-        "attn_pdrop": 0.0,
-        "embd_pdrop": 0.0,
-        "resid_pdrop": 0.0,
+        "model_type": "gpt2", "vocab_size": 256, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 64,
+        "initializer_range": 0.5, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0,
     },
-    "deepseek_v3": COMMON
-    | {
-        "model_type": "deepseek_v3",
-        "num_key_value_heads": 4,
-        "q_lora_rank": 12,
-        "kv_lora_rank": 8,
-        "qk_rope_head_dim": 4,
-        "qk_nope_head_dim": 8,
-        "v_head_dim": 6,
-        "first_k_dense_replace": 2,
+    "deepseek_v3": COMMON | {
+        "model_type": "deepseek_v3", "num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 8,
+        "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 6, "first_k_dense_replace": 1,
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 8,
         "rope_scaling": {
-            "rope_type": "yarn",
-            "factor": 4.0,
-            "mscale": 1.0,
-            "mscale_all_dim": 0.5,
-            "beta_fast": 32,
-            "beta_slow": 1,
+            "rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.5, "beta_fast": 32, "beta_slow": 1,
             "original_max_position_embeddings": 16,
         },
     },
-}
+}  # fmt: skip
 LONG = 96  # positions, more than 64
 SCALED = {  # changes of llama_untied
     "linear": {"rope_scaling": {"type": "linear", "factor": 4.0}},
@@ -108,8 +83,10 @@ def write_golden(folder, seed=0, **settings):
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for name, weight in (*model.named_parameters(), *model.named_buffers()):
-            if weight.is_floating_point() and ("norm" in name or "ln_" in name or name.endswith("bias")):
+            if "norm" in name or "ln_" in name or name.endswith(".bias") and weight.is_floating_point():
                 weight.add_(0.3 * torch.randn_like(weight))
+            if name.endswith("correction_bias"):  # not negative: `transformers` takes experts of no group before those
+                weight.add_(0.3 * torch.rand_like(weight))
     model.save_pretrained(folder)
     ids = torch.randint(0, config.vocab_size, (4, 17))
     found = model(input_ids=ids, labels=ids)
