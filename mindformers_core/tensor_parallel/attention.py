@@ -77,9 +77,9 @@ def attention(
     if dropout:
         draws = ops.randint(0, 1 << DRAW_BITS, (query.shape[0], query.shape[2], 2))
         given = *given, dropout, places if own is None else own, draws
-    output, sums = _attention(*given)
     if sinks is None:
-        return output, sums
+        return _attention(*given)  # whose results are called Attention in patterns, since they have no name here
+    output, sums = _attention(*given)
     sinks = ops.reshape(ops.cast(sinks, sums.dtype), (-1, 1))
     share = ops.expand_dims(ops.transpose(ops.sigmoid(sums - sinks), (0, 2, 1)), 3)
     total = ops.maximum(sums, sinks) + ops.log(ops.exp(-ops.abs(sums - sinks)) + 1.0)
