@@ -115,7 +115,9 @@ def test_results_by_kernels(case, ascend):
     wide = [each.astype(np.float32) for each in given[:3]]
     wanted = dense(*wide, *given[3:], 0.25, *(each.astype(np.float32) for each in slopes))
     if ranks > 1:
-        found, _ = on_parts("attention_ring", ranks, given, 0.25, (order, reach, exact, "auto"), *slopes)
+        found, _ = on_parts(
+            "attention_ring", ranks, given, 0.25, (order, reach, exact, "auto"), *slopes, dtype=ms.float16
+        )
     else:
         tensors, known = [*map(Tensor, given)], (0.25, order, reach, exact)
         found = [each.asnumpy() for each in attention.attend(*tensors, *known)]

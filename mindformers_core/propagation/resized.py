@@ -126,7 +126,8 @@ class _Resizing:
         if isinstance(entry, OperatorPlan):
             new = self._operator(entry, node, operator_signature(node))
             several = [[[size > 1 for size in shape] for shape in each.local_shapes] for each in (entry, new)]
-            if entry.signature.differences(new.signature) not in ([], ["sizes"]) or several[0] != several[1]:
+            differences = {*entry.signature.differences(new.signature)}
+            if differences - {"sizes", "part"} or several[0] != several[1]:
                 raise ValueError(f"{self.graph.label} has another rule for '{node}', or one local element of a dim")
             return new
         key = entry.plan, node.graph.key, _below(self.dropped, entry.node.child)

@@ -123,9 +123,10 @@ class _Cut:
         known = self.length, order, reach, exact, rows, has_kernel
         self.exchanges = _exchanges(self.order, ranks, known)
         self.context, self.way = context, way(context, self.each)
-        query, both = ops.cast(query, self.dtype), ops.cat((key, value), -1)
+        self.computed = query.dtype if has_kernel else self.dtype  # in blocks, CPU computes no bfloat16
+        query, both = ops.cast(query, self.computed), ops.cat((key, value), -1)
         self.query, self.first, self.last = (_chunks(each, self.each) for each in (query, first, last))
-        both = both if way is _Ring else ops.cast(both, self.dtype)
+        both = both if way is _Ring else ops.cast(both, self.computed)
         self.both, self.places = (_chunks(each, self.way.count) for each in (both, places))
         self.dropped = (drop, _chunks(own, self.each), draws) if drop else ()
 
@@ -163,7 +164,7 @@ class _Cut:
             places = Tensor((chunks * self.length + np.arange(self.length)).astype(np.int32))
         else:
             places = self.way.take(self.places, exchange, self.places.dtype)
-        return self.query, self.way.take(self.both, exchange, self.dtype), self.first, self.last, places
+        return self.query, self.way.take(self.both, exchange, self.computed), self.first, self.last, places
 
     def _tables(self, exchange):
         """Pairs of what is known and the table of slots of each `Product`: see `add_part`."""
