@@ -50,7 +50,8 @@ def run(tmp_path, monkeypatch):
 def test_run_leaves_metrics_config_picture_and_summary(run, tmp_path):
     losses, summary = run("a", "monitor.plot=true")
     folder = tmp_path / "a"
-    assert sorted(os.listdir(folder)) == [".lock", "config.yaml", "loss.png", "metrics.jsonl", "summary.txt"]
+    known = [".lock", "config.yaml", "loss.png", "metrics.jsonl", "programs", "summary.txt"]
+    assert sorted(os.listdir(folder)) == known
     assert list(losses) == [1, 2, 3, 4, 5, 6]
     assert abs(losses[1] - np.log(256)) < 0.1 and losses[6] < losses[1]
     assert (folder / "summary.txt").read_text().strip() == summary
