@@ -19,7 +19,7 @@ from support.small_generation import (
     full_forward,
     generated,
     generator_of,
-    mesh,
+    mesh as small_mesh,
     recipe_of,
     train,
 )
@@ -36,6 +36,13 @@ from mindformers_core.serving.predict import infer_predict_layout, load_distribu
 from mindformers_core.serving.prompts import encode_prompts, tokens_of
 from mindformers_core.serving.sampling import Sampling, next_tokens
 from mindformers_core.tensor_parallel import shard
+
+LAYERS = "model.num_hidden_layers=2"
+
+
+def mesh(**sizes):
+    """Overrides of a model of two layers."""
+    return [*small_mesh(**sizes), LAYERS]
 
 
 @pytest.fixture(scope="module")
@@ -272,10 +279,10 @@ def test_the_command(trained, tmp_path, capsys):
 
 def test_the_names_of_mindspore(trained):
     """`infer_predict_layout` and `load_distributed_checkpoint`, on two ranks."""
-    expected = full_forward(trained)([5, 6, 7])
+    expected = full_forward(trained, LAYERS)([5, 6, 7])
 
     def work(rank):
-        recipe, x = recipe_of(), Tensor(np.array([[5, 6, 7]], np.int32))
+        recipe, x = recipe_of(LAYERS), Tensor(np.array([[5, 6, 7]], np.int32))
         with ms.DeviceCtx("meta"):
             net = recipe.spec.build(recipe.model).set_train(False)
         net.add_caches(1, 8)  # which are of no checkpoint

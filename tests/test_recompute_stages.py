@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import mindspore as ms
 import pytest
 from mindspore import Tensor, nn, ops
-from support.recomputed_models import INPUTS, Net, llama, sharded
+from support.recomputed_models import INPUTS, Cast, Net, llama, sharded
 from support.small_cells import cell_of
 from support.small_pipelines import Scale, array, pipeline
 
@@ -298,22 +298,22 @@ def test_gathered_weights_at_other_levels(level):
     expected = "^.*" + re.escape(f"{GATHERS}'level3'), but {instead}: leave it out, or use hsdp(")
     if level:
         with pytest.raises(ValueError, match=expected):
-            recompute(told(sharded(Net)), **settings)
+            recompute(told(sharded(Cast)), **settings)
     for compiled in (False, True):
-        net = recompute(sharded(Net), **settings)
-        net(*INPUTS[Net]())
+        net = recompute(sharded(Cast), **settings)
+        net(*INPUTS[Cast]())
         told(net)
         with pytest.raises(ValueError, match=expected):
             if level:
-                value_and_grad(net, compiled)(*INPUTS[Net]())
+                value_and_grad(net, compiled)(*INPUTS[Cast]())
             else:
-                ms.value_and_grad(net, None, net.trainable_params())(*INPUTS[Net]())
+                ms.value_and_grad(net, None, net.trainable_params())(*INPUTS[Cast]())
     cells = [shard(Scale(number, number == 1), init_device_mesh((1,), ("dp",))) for number in range(2)]
     with pytest.raises(ValueError, match=expected):
         pipeline([told(recompute(cell, is_part=True, **settings)) for cell in cells], 2).meet()
-    value_and_grad(hsdp(recompute(sharded(Net), **settings), optimizer_level="level3"))(*INPUTS[Net]())
-    stays = recompute(sharded(Net), full=True, parallel_optimizer_comm_recompute=False)  # true at every level
-    value_and_grad(told(stays) if level else hsdp(stays, optimizer_level="level2"))(*INPUTS[Net]())
+    value_and_grad(hsdp(recompute(sharded(Cast), **settings), optimizer_level="level3"))(*INPUTS[Cast]())
+    stays = recompute(sharded(Cast), full=True, parallel_optimizer_comm_recompute=False)  # true at every level
+    value_and_grad(told(stays) if level else hsdp(stays, optimizer_level="level2"))(*INPUTS[Cast]())
 
 
 @pytest.mark.parametrize("path", ["", "model.layers.0"])

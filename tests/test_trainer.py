@@ -204,7 +204,7 @@ def test_the_moving_average_of_weights(tmp_path):
     """By its formula; begun on one mesh, resumed on another one, evaluated, and loaded as weights, as of one card."""
     ms.runtime.launch_blocking()
     given = [*SIZES, "training.average_decay=0.5", f"training.output_dir={tmp_path}", "training.steps=9"]
-    given.append("lr_scheduler.warmup_steps=0")
+    given += ["lr_scheduler.warmup_steps=0", "evaluation.samples=8"]
 
     def averages(steps, *overrides):
         recipe = load_recipe(LLAMA, [*given, *overrides])

@@ -24,10 +24,10 @@ from mindformers_core.tensor_parallel.attention import attention
 COLUMNS, ROWS = layout(None, "tp"), layout("tp", None)
 
 
-ENGINES = "eager", "generated"
+ENGINES, BOTH = ("eager", "generated"), ("generated", "jit")
 
 
-def check(functions, arrays, layouts, modes=("generated", "jit")):
+def check(functions, arrays, layouts, modes=BOTH):
     """Compare a generated program, also under jit, with one card: every result, and the gradients of a weighted sum."""
     mesh = init_device_mesh((2,), ("tp",))
     bound = [given.bind(mesh, array.ndim) for given, array in zip(layouts, arrays)]
@@ -125,8 +125,8 @@ def case_lookup_algorithms():
 
 
 @on_ranks(2)
-def case_scatter_algorithms():
-    check(*CASES["scatters"], [ROWS, layout()])
+def case_scatter_algorithms(modes=("generated",)):
+    check(*CASES["scatters"], [ROWS, layout()], modes)
 
 
 @on_ranks(2)
@@ -140,12 +140,20 @@ def case_lookups_of_which_a_rank_has_nothing():
 def case_loss_algorithms():
     some = {name: LOSSES[name] for name in ("summed", "weighted")}
     check(some, [NUMBERS, LABELS], [ROWS, layout("tp")], ENGINES)
-    check(*CASES["losses"], [COLUMNS, layout()])
+    check(*CASES["losses"], [COLUMNS, layout()], ["generated"])
 
 
 @on_ranks(2)
-def case_windows():
-    check(WINDOWS, [IMAGES, KERNELS], [layout(None, None, "tp"), layout()])
+def case_windows(modes=("generated",)):
+    check(WINDOWS, [IMAGES, KERNELS], [layout(None, None, "tp"), layout()], modes)
+
+
+@on_ranks(nightly=(2,))
+def case_compiled_algorithms():
+    """Of families that run in PyNative by day."""
+    case_scatter_algorithms(BOTH)
+    check(*CASES["losses"], [COLUMNS, layout()])
+    case_windows(BOTH)
 
 
 @on_ranks(2)
@@ -177,7 +185,7 @@ TOKENS = np.random.default_rng(5).normal(size=(2, 8, 16)).astype(np.float32)
 
 @on_ranks(2)
 def case_attention_in_a_ring():
-    check(attentions(1, "ring"), [TOKENS], [layout(None, "tp", None)])
+    check(attentions(1, "ring"), [TOKENS], [layout(None, "tp", None)], ["generated"])
 
 
 @on_ranks(nightly=(2,))

@@ -71,7 +71,7 @@ def case_vocabulary_that_no_axis_divides():
     folder, rank = folder_of("vocabulary"), world().rank
     heads = [f"model.{key}=12" for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size")]
     options = (*heads, "model.hidden_size=24")
-    job = compare_with_one_rank(f"training.output_dir={folder}", shape=(1, 1, 1, 4), alike=options, steps=2)
+    job = compare_with_one_rank(f"training.output_dir={folder}", shape=(1, 1, 1, 4), alike=options)
     saved = open_checkpoint(save_job(job))
     rows = {name: placed.shape[0] for (_, name), placed in saved.tensors.items() if "embed" in name or "head" in name}
     assert len(rows) == 2 + 4 and {*rows.values()} == {257}, "weights and moments"
@@ -99,7 +99,7 @@ def case_resumed_run_with_few_checkpoints():
     places = (f"train_dataset.data_path={CONFIGS}", f"train_dataset.cache_dir={folder}/cache")
     places += ("parallelism.data_parallel_shard=1", "parallelism.context_parallel=2", "parallelism.tensor_parallel=1")
     saving = ("checkpoint.enable_save=true", "checkpoint.save_interleaved_steps=1", "checkpoint.keep_last=2")
-    evaluating = ("evaluation.interval=4", "evaluation.samples=7", "evaluation.dataset={max_bytes: 1000}")
+    evaluating = ("evaluation.interval=4", "evaluation.samples=8", "evaluation.dataset={max_bytes: 1000}")
 
     def run(name, *overrides):
         overrides = [

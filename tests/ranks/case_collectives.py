@@ -189,15 +189,17 @@ def case_floats_jit():
 
 @on_ranks(4)
 def case_integers_pynative():
-    """Integers and booleans, forward; short ones over all ranks."""
-    short = product(AXES[2:3], (np.int16, np.int8, np.uint8))
-    for axes, dtype in (*product(AXES, (np.int32, np.int64, np.bool_)), *short):
+    """Integers over all axes, booleans and short ones over all ranks; forward."""
+    others = product(AXES[2:3], (np.int64, np.bool_, np.int16, np.int8, np.uint8))
+    for axes, dtype in (*product(AXES, (np.int32,)), *others):
         check_integers(axes, dtype, jit=False)
 
 
-@on_ranks(4)
+@on_ranks(nightly=(4,))
 def case_integers_jit():
-    """The same in graphs, where they travel as 16-bit parts in floats: int64 as four, all others like int32, as two."""
+    """The same in graphs, where they travel as 16-bit parts in floats: int64 as four, all others like int32, as two;
+    daily, some in `case_every_bit_survives`.
+    """
     check_integers(AXES[3], np.int64, jit=True)
 
 

@@ -176,7 +176,7 @@ def llama_alone(config, steps):
     return first, rows, arrays(parameters)
 
 
-def check_llama(mesh, config, parallel_config, steps=3):
+def check_llama(mesh, config, parallel_config, steps=2):
     """Loss, gradients of all parameters, and parameters after some steps of AdamW, all as on one card."""
     (first, rows, last), (ids, labels) = llama_alone(config, steps), batch()
     net = shard(built(lambda: LlamaForCausalLM(config)), mesh, parallel_config, seed=11)

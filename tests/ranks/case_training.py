@@ -50,7 +50,7 @@ def training_alone(count, *overrides):
     return steps
 
 
-def compare_with_one_rank(*overrides, shape=(1, 2, 1, 2), alike=(), micro_batches=None, steps=4):
+def compare_with_one_rank(*overrides, shape=(1, 2, 1, 2), alike=(), micro_batches=None, steps=2):
     """So many steps on a mesh and, on every rank for itself, on one: losses, norms and parameters agree.
 
     `overrides` are the mesh's alone, `alike` those of both jobs; a step of the mesh has so many `micro_batches`,
@@ -83,7 +83,7 @@ def case_sequence_parallel_training_equals_one_rank():
     job = compare_with_one_rank("parallelism.sequence_parallel=true", strategy)
     job._batches.close()
     read = job.dataset.sources[0].source.ids.read
-    assert read == [5000, 5000, *[16 // 2 + 1] * 16], read  # the first two: ends of the data, for the fingerprint
+    assert read[:2] == [5000, 5000] and {*read[2:]} == {16 // 2 + 1}, read  # first its ends, for the fingerprint
 
 
 DROPPING = ("model.attention_dropout=0.2",)
@@ -117,22 +117,25 @@ DEEP = "model.num_hidden_layers=4", "model.tie_word_embeddings=true"
 def case_pipelined_training_equals_one_rank():
     """With tensor and sequence parallel; several runs a step, tied embeddings, on one rank as two stages."""
     overrides = [*pipeline("zb_v", 2), "parallelism.sequence_parallel=true"]
-    compare_with_one_rank(*overrides, shape=(2, 1, 1, 2), alike=DEEP, steps=2)
+    compare_with_one_rank(*overrides, shape=(2, 1, 1, 2), alike=DEEP)
 
 
 @once
 def uneven_steps_alone():
-    """Ten steps of one batch each, clipped, on this rank for itself: losses and norms, and the parameters by name."""
+    """Three steps of one batch each, clipped, on this rank for itself: losses and norms, and the parameters by name."""
     mesh = init_device_mesh((1, 1, 1, 1), MESH_AXES, [world().rank])
     job = Trainer(label_weights.recipe(16, {}), mesh=mesh)
-    figures = [(row["loss"], row["gradient_norm"]) for row in (job.train_step() for _ in range(10))]
+    figures = [(row["loss"], row["gradient_norm"]) for row in (job.train_step() for _ in range(3))]
     assert min(norm for _, norm in figures) > job.recipe.training.max_norm
     return figures, {parameter.name: parameter.asnumpy() for parameter in job.optimizer.parameters}
 
 
-@on_ranks(4)
+@on_ranks(nightly=(4,))
 def case_every_label_weighs_alike():
-    """Ten compiled steps of uneven micro-batches on pp 2 x dp 2, of whose labels all to none count."""
+    """Three compiled steps of uneven micro-batches on pp 2 x dp 2, of whose labels all to none count.
+
+    Daily, on simulated ranks in PyNative: `test_label_weights`.
+    """
     rank, cut = world().rank, label_weights.CUTS["pp 2 x dp 2, runs *"]
     expected, whole = uneven_steps_alone()
     recipe = label_weights.recipe(*cut)

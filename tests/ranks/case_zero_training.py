@@ -20,7 +20,7 @@ def compare(level, local, *overrides, shape=DP_AND_TP, shards=2, alike=()):
     parameters and moments are parts, over tp and `shards` data-parallel ranks."""
     overrides = zero(level, f"training.local_batch_size={local}", *overrides)
     count = 8 // (local * shape[1])
-    job = compare_with_one_rank(*overrides, shape=shape, alike=alike, micro_batches=count, steps=2)
+    job = compare_with_one_rank(*overrides, shape=shape, alike=alike, micro_batches=count)
     parameters = job.optimizer.parameters
     assert {part.name for _, part in states_of(job.optimizer)} == {part.name for part in parameters}
     sizes = [part.layout.mesh.axis_size(*sum(part.layout.dims, ())) for part in parameters]
@@ -71,7 +71,7 @@ def case_pipelined_levels_equal_one_rank(*overrides):
 
 @on_ranks(nightly=(4,))
 def case_compiled_pipelined_levels_equal_one_rank():
-    """The same in graph mode, which of pipelines `case_every_label_weighs_alike` has daily."""
+    """The same in graph mode, of pipelines, as daily in `case_pipelines_compose_with_the_other_axes`."""
     case_pipelined_levels_equal_one_rank("context.mode=0")
 
 
