@@ -8,6 +8,7 @@ ITEM_BYTES = {  # name of a dtype -> bytes of an element
     "bool": 1, "int8": 1, "uint8": 1, "int16": 2, "uint16": 2, "float16": 2, "bfloat16": 2, "int32": 4, "uint32": 4,
     "float32": 4, "int64": 8, "uint64": 8, "float64": 8, "complex64": 8, "complex128": 16,
 }  # fmt: skip
+FLOATS = "float32", "float16", "bfloat16"  # those that `convert` knows
 WIRE_DTYPES = {"bool": "int32"}  # dtype -> the dtype in which its tensors are sent: no backend adds Booleans
 
 

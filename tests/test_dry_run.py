@@ -122,9 +122,9 @@ def test_pipeline_ranks_shard_their_stages(dry_run):
 
 
 def test_mesh_that_does_not_fit_is_an_error(dry_run):
-    code, _, errors = dry_run("configs/llama3_70b.yaml", "parallelism.tensor_parallel=16")
+    code, _, errors = dry_run("configs/llama3_70b.yaml", "parallelism.tensor_parallel=48")
     assert code == 2
-    assert "model.num_key_value_heads: 8 can't be cut into parallelism.tensor_parallel 16 parts: try 8" in errors
+    assert "model.num_attention_heads: 64 can't be cut into parallelism.tensor_parallel 48 parts: try 32" in errors
 
 
 def test_report_adds_up():

@@ -30,6 +30,7 @@ MESHES = {
     "cp 2": {"context_parallel": 2},
     "cp 4": {"context_parallel": 4},
     "cp 2, level 3": {"context_parallel": 2, **ZERO},
+    "tp 4": {"tensor_parallel": 4},
     "cp 2 x tp 2": {"context_parallel": 2, "tensor_parallel": 2, "sequence_parallel": True},
     "dp 2 x cp 2, level 3": {"context_parallel": 2, "data_parallel_shard": 2, **ZERO},
     "pp 2 x cp 2": {"context_parallel": 2, "pipeline_parallel": 2, "pipeline_parallel_microbatch_size": 2},
@@ -77,28 +78,31 @@ def test_a_step_on_all_ranks(algorithm, balance, packs, mesh):
 
 GROUPS = [  # heads of keys and values, mesh, algorithm
     (1, "cp 4", "gather"), (1, "cp 4", "ring"), (2, "cp 2 x tp 2", "gather"), (2, "cp 2 x tp 2", "ring"),
-    (2, "cp 2", "all_to_all"),
+    (2, "cp 2", "all_to_all"), (1, "cp 2 x tp 2", "all_to_all"), (2, "cp 2 x tp 2", "all_to_all"), (1, "tp 4", "auto"),
+    (2, "tp 4", "auto"), (2, "cp 4", "all_to_all"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("groups", "mesh", "algorithm"), daily(GROUPS[3:4], GROUPS))
+@pytest.mark.parametrize(("groups", "mesh", "algorithm"), daily(GROUPS[5:6], GROUPS))
 def test_few_heads_of_keys_and_values(groups, mesh, algorithm):
+    """Also fewer than the ranks that share them, which have copies."""
     recipe = recipe_of(True, {"num_key_value_heads": groups}, **MESHES[mesh], context_parallel_algorithm=algorithm)
     check = verify_recipe(recipe, full=True)
     assert not check.faults, check.report()
 
 
 @pytest.mark.parametrize(
-    ("groups", "mesh", "algorithm", "message"),
+    ("heads", "size", "mesh", "algorithm", "message"),
     [
-        (1, "cp 2 x tp 2", "ring", "heads: 1 can't be cut into parallelism.tensor_parallel 2 parts"),
-        (1, "cp 4", "all_to_all", "4 x tensor_parallel 1, which don't divide model.num_key_value_heads 1: use ring"),
-        (2, "cp 2 x tp 2", "all_to_all", "tensor_parallel 2, which don't divide model.num_key_value_heads 2: use ring"),
+        (6, 4, "tp 4", "auto", "heads: 6 can't be cut into parallelism.tensor_parallel 4 parts"),
+        (4, 2, "tp 4", "auto", "heads x head_dim: 2 can't be cut into parallelism.tensor_parallel 4 parts"),
+        (6, 4, "cp 2 x tp 2", "all_to_all", "tensor_parallel 2, which don't divide model.num_attention_heads 6: use"),
     ],
 )  # fmt: skip
-def test_heads_that_ranks_do_not_divide(groups, mesh, algorithm, message):
+def test_heads_that_ranks_do_not_divide(heads, size, mesh, algorithm, message):
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": 1, "head_dim": size}
     with pytest.raises(ValueError, match=message):
-        recipe_of(False, {"num_key_value_heads": groups}, **MESHES[mesh], context_parallel_algorithm=algorithm)
+        recipe_of(False, sizes, **MESHES[mesh], context_parallel_algorithm=algorithm)
 
 
 class OneLabel:

@@ -1,4 +1,4 @@
-"""Checkpoints of low-rank adapters, as Hugging Face's PEFT has them, and merged with their base. Pure Python.
+"""Checkpoints of low-rank adapters, as Hugging Face's PEFT has them; weights alone, in a dtype. Pure Python.
 
 `adapter_model.safetensors` has `lora_A` and `lora_B` of every layer, `adapter_config.json` their scale and the base.
 """
@@ -9,13 +9,14 @@ from fnmatch import fnmatchcase
 import numpy as np
 
 from mindformers_core.checkpoint.folders import find_checkpoint
+from mindformers_core.checkpoint.hugging_face import DTYPE_KEYS
 from mindformers_core.checkpoint.index import CONFIG, encode_json
 from mindformers_core.checkpoint.load import load, open_checkpoint
 from mindformers_core.checkpoint.parts import Part
 from mindformers_core.checkpoint.regions import whole
 from mindformers_core.checkpoint.save import save
 from mindformers_core.checkpoint.slices import FileLayer, read_file
-from mindformers_core.dtypes import convert
+from mindformers_core.dtypes import FLOATS, convert
 
 _START = "base_model.model."
 _BESIDE = (CONFIG, "generation_config.json", "tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt")
@@ -41,31 +42,29 @@ def adapter_config(tensors, rank, alpha, dropout, base):
     }  # fmt: skip
 
 
-def merge(source, target):
-    """Save the weights `W + B A alpha / rank` of a checkpoint of adapters and its base: a line about it.
+def export(source, target, dtype="source"):
+    """Save the weights of a checkpoint, of one of adapters `W + B A alpha / rank`: a line about it.
 
-    The new folder has the base's names, dtypes, configs and tokenizer. Tensors are read and merged one by one.
+    The new folder has names, configs and tokenizer of the weights beneath. Tensors are read and merged one by one.
 
     Args:
         source: as of `find_checkpoint`.
         target: the new folder.
+        dtype: of floats in the new folder: float32, bfloat16, or "source": as they are. Default: that.
 
     Raises:
-        ValueError: no adapters, no base, or an adapter of another layer; damage. OSError: a file can't be read or
-            written.
+        ValueError: adapters without a base, or of another layer; damage. OSError: a file can't be read or written.
     """
     checkpoint = open_checkpoint(find_checkpoint(source))
-    if checkpoint.base is None:
-        what = (
-            "base" if checkpoint.adapters else "adapters to merge (for another conversion, one of both is a .ckpt file)"
-        )
-        raise ValueError(f"{checkpoint.folder} has no {what}")
+    if checkpoint.adapters and checkpoint.base is None:
+        raise ValueError(f"{checkpoint.folder} has no base")
+    base, given = checkpoint.base or checkpoint.folder, checkpoint.adapters or {"lora_alpha": 0, "r": 1}
     lows, files = {name for group, name in checkpoint.tensors if group == "adapter"}, FileLayer()
-    scale = np.float32(checkpoint.adapters["lora_alpha"] / checkpoint.adapters["r"])
+    scale = np.float32(given["lora_alpha"] / given["r"])
     weights = {name for group, name in checkpoint.tensors if group == "model"}
     pairs = {f"{name.removeprefix(_START).rpartition('.lora_')[0]}.weight" for name in lows}
     for name in sorted(pairs - weights):
-        raise ValueError(f"{checkpoint.folder} has an adapter of '{name}', which isn't in its base {checkpoint.base}")
+        raise ValueError(f"{checkpoint.folder} has an adapter of '{name}', which isn't in its base {base}")
 
     def read(group, name, dtype):
         found, placed = [], checkpoint.tensors[group, name]
@@ -81,10 +80,15 @@ def merge(source, target):
         merged = read("model", part.name, "float32").view(np.float32) + high @ low * scale
         return convert(merged.view(np.uint32), "float32", part.dtype)
 
-    names = [name for name in os.listdir(checkpoint.base) if any(fnmatchcase(name, pattern) for pattern in _BESIDE)]
-    documents = {CONFIG: encode_json(checkpoint.config, indent=1)} if checkpoint.config else {}
-    documents |= {name: read_file(files, os.path.join(checkpoint.base, name)) for name in names}
-    described = ((name, checkpoint.tensors["model", name]) for name in weights)
-    parts = [Part("model", name, each.dtype, each.shape, whole(each.shape)) for name, each in described]
+    names = [name for name in os.listdir(base) if any(fnmatchcase(name, pattern) for pattern in _BESIDE)]
+    documents = {name: read_file(files, os.path.join(base, name)) for name in names}
+    if checkpoint.config:
+        keys = {key: dtype for key in DTYPE_KEYS if dtype != "source" and key in checkpoint.config}
+        documents[CONFIG] = encode_json(checkpoint.config | keys, indent=1)
+    parts = []
+    for name in weights:
+        placed = checkpoint.tensors["model", name]
+        wanted = dtype if dtype != "source" and placed.dtype in FLOATS else placed.dtype
+        parts.append(Part("model", name, wanted, placed.shape, whole(placed.shape)))
     save(os.path.normpath(target), parts, values, documents)
-    return f"{target}: {len(parts)} tensors of {checkpoint.base}, {len(pairs)} of them with adapters"
+    return f"{target}: {len(parts)} tensors of {base}, {len(pairs)} of them with adapters"

@@ -5,11 +5,11 @@ from fnmatch import fnmatchcase
 
 from mindformers_core.hints import nearest
 
-_DTYPE_KEYS = ("torch_dtype", "dtype")
+DTYPE_KEYS = ("torch_dtype", "dtype")
 _ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # of texts, which no model computes with
 # what a checkpoint's tensors and their use don't depend on; dtypes are converted
-_OF_TRAINING = (*_DTYPE_KEYS, "attention_dropout", "initializer_range", "max_position_embeddings")
+_OF_TRAINING = (*DTYPE_KEYS, "attention_dropout", "initializer_range", "max_position_embeddings")
 
 
 def tensor_map(spec, config):
@@ -91,7 +91,7 @@ def model_section(spec, name, found, where):
             raise ValueError(f"{where} has {key} {found[key]!r}, but the model {name} computes with {value!r}")
     names = {key: known.aliases.get(key, key) for key in known.keys}
     section = {key: found[name] for key, name in names.items() if name in found}
-    dtype = next((found[key] for key in _DTYPE_KEYS if found.get(key)), None)
+    dtype = next((found[key] for key in DTYPE_KEYS if found.get(key)), None)
     return section | ({} if dtype is None else {"dtype": dtype})
 
 

@@ -87,7 +87,7 @@ def _parser():
     folder.add_argument("folder", metavar="FOLDER", help="a checkpoint, or a run folder: its newest one")
     command("inspect", partial(_look_at, "inspect"), "the tensors of a checkpoint as a table, and its state", folder)
     command("check", partial(_look_at, "check"), "read a checkpoint, and compare it with its checksums", folder)
-    add = command("convert", _convert, "a checkpoint to MindSpore's file or back, or adapters to merged weights")
+    add = command("convert", _convert, "a checkpoint to MindSpore's file or back, or to weights alone")
     add("source", metavar="SOURCE", help="FOLDER, a checkpoint or a run, or FILE.ckpt")
     add("target", metavar="TARGET", help="FILE.ckpt, or FOLDER, which doesn't exist yet")
     add("--config", metavar="FILE", help="the recipe of the model")

@@ -1,5 +1,7 @@
 """Causal self-attention with grouped key and value heads (Ainslie et al., "GQA", 2023), as single-card code."""
 
+import math
+
 import mindspore as ms
 from mindspore import Parameter, nn, ops
 from mindspore.common.initializer import initializer
@@ -22,12 +24,13 @@ class GroupedAttention(nn.Cell):
     Attributes:
         cache: a `KeyValueCache` where the model generates, else None. Calls with `slots` attend to all that it holds,
             others to their own keys and values.
+        copies: number of copies of each key and value head, see `share_heads`.
     """
 
     def __init__(self, config, weight_init, spec=None):
         super().__init__()
         spec = LayerSpec() if spec is None else spec
-        self.cache = None
+        self.cache, self.copies = None, 1
         self.num_heads = config.num_attention_heads
         self.num_key_value_heads = config.num_key_value_heads
         self.head_dim = config.head_dim
@@ -46,7 +49,15 @@ class GroupedAttention(nn.Cell):
     @property
     def cache_sizes(self):
         """Of a `KeyValueCache`: heads, and the sizes of a key's and a value's one."""
-        return self.num_key_value_heads, self.head_dim, self.head_dim
+        return self.num_key_value_heads * self.copies, self.head_dim, self.head_dim
+
+    def share_heads(self, ranks, exchanged=1):
+        """Copy key and value heads, so that `ranks` x `exchanged`, which divides the query heads, divides them as well.
+
+        Each rank of `tp`, of `ranks`, exchanges its heads with `exchanged - 1` others for their parts of sequences.
+        """
+        self.copies = math.lcm(self.num_key_value_heads, ranks * exchanged) // self.num_key_value_heads
+        self.k_proj.gather_output = self.v_proj.gather_output = self.num_key_value_heads % ranks > 0
 
     def shard(self, config=None):
         """The hidden states are gathered once for all three projections."""
@@ -55,8 +66,7 @@ class GroupedAttention(nn.Cell):
     def construct(self, hidden_states, cosines, sines, first, last, places, order, exact, slots=None):
         batch, length, _ = hidden_states.shape
         query = ops.reshape(self.q_proj(hidden_states), (batch, length, self.num_heads, self.head_dim))
-        key = ops.reshape(self.k_proj(hidden_states), (batch, length, self.num_key_value_heads, self.head_dim))
-        value = ops.reshape(self.v_proj(hidden_states), (batch, length, self.num_key_value_heads, self.head_dim))
+        key, value = self.own_heads(self.k_proj(hidden_states)), self.own_heads(self.v_proj(hidden_states))
         if self.q_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         if self.is_rotary:
@@ -64,6 +74,16 @@ class GroupedAttention(nn.Cell):
         if slots is not None:
             key, value = self.cache(key, value, slots)
         return self.o_proj(self.core_attention(query, key, value, first, last, places, order, exact))
+
+    def own_heads(self, x):
+        """(batch, length, key_value_heads * head_dim) as (batch, length, heads, head_dim), copies side by side."""
+        batch, length, _ = x.shape
+        heads, copies, size = self.num_key_value_heads, self.copies, self.head_dim
+        x = ops.reshape(x, (batch, length, heads, size))
+        if copies == 1:
+            return x
+        x = ops.broadcast_to(ops.expand_dims(x, 3), (batch, length, heads, copies, size))
+        return ops.reshape(x, (batch, length, heads * copies, size))
 
 
 class CoreAttention(nn.Cell):

@@ -90,8 +90,13 @@ class LlamaConfig:
         if self.heterogeneous_block_specs is not None:
             self._check_block_specs()
 
-    divided_keys = "num_attention_heads", "num_key_value_heads", "intermediate_size"  # by tensor_parallel
+    divided_keys = "num_attention_heads", "key_value_size", "intermediate_size"  # by tensor_parallel
     learns_positions = False
+
+    @property
+    def key_value_size(self):
+        """Size of all key heads."""
+        return self.num_key_value_heads * self.head_dim
 
     @property
     def rotary_size(self):

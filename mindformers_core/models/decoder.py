@@ -182,6 +182,12 @@ class CausalDecoder(nn.Cell):
         for layer in self.model.layers.values():
             layer.self_attn.core_attention.algorithm = algorithm
 
+    def share_heads(self, ranks, exchanged=1):
+        """Say how many ranks share the heads of a layer, see `GroupedAttention`."""
+        for layer in self.model.layers.values():
+            if hasattr(layer.self_attn, "share_heads"):
+                layer.self_attn.share_heads(ranks, exchanged)
+
     def add_caches(self, batch, length):
         """Give every layer a `KeyValueCache` of `length` slots for `batch` rows."""
         self.model.cache_length = length

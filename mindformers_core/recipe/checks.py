@@ -38,6 +38,11 @@ def recipe_device_model(recipe):
         return None if name is None else named_device_model(name)
 
 
+def ranks_of_exchange(sizes):
+    """Number of ranks that exchange their parts of sequences for a part of the heads, of a `Parallelism`."""
+    return sizes.context_parallel if sizes.context_parallel_algorithm == "all_to_all" else 1
+
+
 def _check_available(recipe):
     sizes = recipe.parallelism
     recipe_device_model(recipe)
@@ -64,12 +69,11 @@ def _check_model_divides(recipe):
             raise ValueError(
                 f"model.{key}: {size} can't be cut into parallelism.tensor_parallel {tp} parts: try {fitting[-1]}"
             )
-        context = recipe.parallelism.context_parallel
-        of_heads = key == "num_key_value_heads" and recipe.parallelism.context_parallel_algorithm == "all_to_all"
-        if of_heads and size % (tp * context):
+        if key == "num_attention_heads" and size % (tp * ranks_of_exchange(recipe.parallelism)):
             raise ValueError(
-                f"parallelism.context_parallel_algorithm: all_to_all cuts heads over context_parallel {context} x "
-                f"tensor_parallel {tp}, which don't divide model.{key} {size}: use ring, gather or auto"
+                "parallelism.context_parallel_algorithm: all_to_all cuts heads over context_parallel "
+                f"{recipe.parallelism.context_parallel} x tensor_parallel {tp}, which don't divide model.{key} {size}: "
+                "use ring, gather or auto"
             )
     _check_sequence_divides(recipe)
 

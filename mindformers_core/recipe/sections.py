@@ -149,6 +149,7 @@ class Checkpoint:
     load_path: str = ""  # a run folder (its newest checkpoint), one of its checkpoint/step_N, or a Hugging Face folder
     no_load_optim: bool = False  # load weights only, and begin at step 0
     load_average: bool = False  # load the moving average of the weights in their place, and nothing else
+    export_dtype: Literal["source", "float32", "bfloat16"] = "source"  # of weights that `convert` writes into a folder
 
     def __post_init__(self):
         steps = self.save_interleaved_steps

@@ -7,7 +7,7 @@ import mindspore as ms
 from mindformers_core.hints import any_layer, first_of, nearest
 from mindformers_core.models.adapters import adapted_layers, add_adapters
 from mindformers_core.program.structure import call_signature
-from mindformers_core.recipe.checks import recipe_device_model
+from mindformers_core.recipe.checks import ranks_of_exchange, recipe_device_model
 from mindformers_core.recipe.pipeline import layers_of_rank
 from mindformers_core.recipe.sections import batch_plan, dataset_layouts
 from mindformers_core.recipe.zero import zero_settings
@@ -54,6 +54,8 @@ def build_model(recipe, part=None):
         net = recipe.spec.build(recipe.model, part)
         whole = recipe.spec.build(recipe.model) if section.rank and part is not None else net
     _share_sequences(recipe, net)
+    if hasattr(net, "share_heads"):
+        net.share_heads(recipe.parallelism.tensor_parallel, ranks_of_exchange(recipe.parallelism))
     if section.rank:
         own = {path for path, _ in net.cells_and_names()}
         with errors_at("adapters.patterns: ", f": {section.page}"):

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import mindspore as ms
 
-from mindformers_core.checkpoint.adapters import merge, parameter_name
+from mindformers_core.checkpoint.adapters import export, parameter_name
 from mindformers_core.checkpoint.checkpointer import Checkpointer
 from mindformers_core.checkpoint.folders import find_checkpoint, newest_checkpoint, step_folder
 from mindformers_core.checkpoint.hugging_face import check_config, config_document, ignored_tensors, tensor_map
@@ -219,12 +219,13 @@ def save_job(job, settles=False):
 
 def convert(source, target, recipe=None):
     """Convert a checkpoint into a file of MindSpore's, `*.ckpt`, or such a file into a checkpoint: a line about it.
-    Between two folders: merge adapters with their base, see `merge`.
+    Between two folders: weights alone, merged with adapters, see `export`.
 
     Args:
         source: a `.ckpt` file; or as of `find_checkpoint`.
         target: a new folder; or a new `.ckpt` file.
-        recipe: of the model: a checkpoint gets its `config.json`, and only its parameters, under their names in files.
+        recipe: its `checkpoint.export_dtype` is that of a new folder; or of the model of a `.ckpt` file: a checkpoint
+            gets its `config.json`, and only its parameters, under their names in files.
 
     Raises:
         ValueError: neither is a `.ckpt` file, a target that is there, damage; a tensor or a `config.json` that differs
@@ -234,7 +235,7 @@ def convert(source, target, recipe=None):
     if os.path.exists(target):
         raise ValueError(f"'{target}' exists already")
     if not (source.endswith(".ckpt") or target.endswith(".ckpt")):
-        return merge(source, target)
+        return export(source, target, recipe.checkpoint.export_dtype if recipe else "source")
     if source.endswith(".ckpt") == target.endswith(".ckpt"):
         raise ValueError(f"one of '{source}' and '{target}' must be a folder")
     names, parts, config = {}, None, None

@@ -102,6 +102,8 @@ def case_compiled_sequence_parallel_training_equals_one_rank():
     compare_with_one_rank("context.mode=0", "parallelism.sequence_parallel=true")
     cut = "context.mode=0", "parallelism.context_parallel=4"
     compare_with_one_rank(*cut, shape=(1, 1, 4, 1), alike=DROPPING)
+    few = ("model.num_key_value_heads=2",)  # each rank has a copy
+    compare_with_one_rank("context.mode=0", "parallelism.tensor_parallel=4", shape=(1, 1, 1, 4), alike=few, steps=2)
 
 
 def pipeline(schedule, chunks=1):

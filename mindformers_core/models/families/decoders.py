@@ -21,7 +21,9 @@ def decoder_spec(config, hugging_face, cell="mindformers_core.models.decoder:dec
 
 def _divided(config):
     layers = [config.get_config_for_layer(number) for number in range(1, config.num_hidden_layers + 1)]
-    return list(dict.fromkeys((key, getattr(layer, key)) for layer in layers for key in config.divided_keys))
+    named = {"key_value_size": "num_key_value_heads x head_dim"}
+    pairs = ((named.get(key, key), getattr(layer, key)) for layer in layers for key in config.divided_keys)
+    return list(dict.fromkeys(pairs))
 
 
 def expert_tensors(config):
