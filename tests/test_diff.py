@@ -270,22 +270,23 @@ def test_own_training_loop(tmp_path):
     assert {key[0] for key in Run(tmp_path / "a").step(1)} == {"value", "gradient", "gradient of the loop"}
 
 
-def _diff(*arguments):
-    return main(["diff", RECIPE, RECIPE, "--steps", "1", *TINY[:-1], *arguments])
-
-
 def test_command_line(tmp_path, capsys):
-    assert _diff("b:parallelism.tensor_parallel=2", "--keep", str(tmp_path / "kept")) == 0
-    assert "same: 605 tensors of step 1 agree" in capsys.readouterr().out
     kept = [str(tmp_path / "kept" / side) for side in ("a", "b", "perturbed")]
+
+    def diff(one, *arguments):
+        return main(["diff", one, RECIPE, "--steps", "1", *TINY[:-1], *arguments])
+
+    assert diff(RECIPE, "b:parallelism.tensor_parallel=2", "--keep", str(tmp_path / "kept")) == 0
+    assert "same: 605 tensors of step 1 agree" in capsys.readouterr().out
     assert main(["diff", kept[0], kept[1], "--perturbed", kept[2]]) == 0
     assert main(["diff", kept[0], kept[1]]) == 0
-    assert _diff("b:model.rms_norm_eps=1e-3") == 1
+    assert diff(kept[0], "b:model.rms_norm_eps=1e-3", "--perturbed", kept[2]) == 1
     assert "the first  value of 'Add', float32 [4, 16, 1], forward pass 0" in capsys.readouterr().out
     assert main(["diff", kept[0], kept[1], "a:training.seed=1"]) == 2
     assert "is recorded already: a:section.key=value is for a recipe" in capsys.readouterr().err
     assert main(["diff", kept[0], str(tmp_path / "nothing.yaml")]) == 2
-    assert _diff("b:training.local_batch_size=8", "b:training.global_batch_size=16") == 2
+    larger = "b:training.local_batch_size=8", "b:training.global_batch_size=16"
+    assert diff(kept[0], *larger, "--perturbed", kept[2]) == 2
     assert "give both the same global batch" in capsys.readouterr().err
 
 

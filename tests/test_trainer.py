@@ -10,6 +10,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 from support.launch import ROOT
+from support.nightly import daily
 from test_training_loop import ONE_RANK, SMALL, rows_of
 
 from mindformers_core import Trainer
@@ -171,16 +172,15 @@ def one_card(*given, **options):
     return evaluations(*given, **options)
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        parallel(dp=2, tp=2, zero_level=3, zero_threshold_kb=0, sequence_parallel="true"),
-        parallel(pp=2, pipeline_parallel_microbatch_size=1),
-        pytest.param(parallel(pp=2, dp=2, pipeline_parallel_microbatch_size=2), marks=pytest.mark.nightly),
-        pytest.param([*parallel(dp=4), "context.engine=eager"], marks=pytest.mark.nightly),
-    ],
-    ids=" ".join,
-)
+LAYOUTS = [  # the first one daily; at level 3 `test_the_moving_average_of_weights` evaluates, too
+    parallel(pp=2, pipeline_parallel_microbatch_size=1),
+    parallel(dp=2, tp=2, zero_level=3, zero_threshold_kb=0, sequence_parallel="true"),
+    parallel(pp=2, dp=2, pipeline_parallel_microbatch_size=2),
+    [*parallel(dp=4), "context.engine=eager"],
+]
+
+
+@pytest.mark.parametrize("layout", daily(LAYOUTS[:1], LAYOUTS), ids=" ".join)
 def test_an_evaluation_is_one_cards(layout):
     """Of 11 samples with ignored labels, in passes of 4 or 8: loss to 1e-6, and the numbers of samples and labels."""
     expected, found = one_card(LLAMA, *SIZES, *parallel(), data=HELD), evaluations(LLAMA, *SIZES, *layout, data=HELD)

@@ -132,7 +132,7 @@ def source(net):
     return Path(programs(net)[-1].file).read_text()
 
 
-RARE = "llama", "products", "others"  # compiled
+RARE = "llama", "products", "others", "tied"  # compiled
 
 
 @pytest.mark.parametrize(

@@ -128,9 +128,9 @@ def compiled_layers(sequence_parallel):
     return counts
 
 
-@on_ranks(2)
+@on_ranks(nightly=(2,))
 def case_two_compiled_layers_cost_eight_all_reduces():
-    """As many as in PyNative (`case_shard`): in sequence parallel gathers and scatters in their place."""
+    """As many as in PyNative, daily (`case_shard`): in sequence parallel gathers and scatters in their place."""
     whole = BATCH * LENGTH * HIDDEN * 4
     counts = compiled_layers(sequence_parallel=True)
     assert counts.pop(("all_reduce", ("tp",))) == (4, 4 * HIDDEN * 4)  # gradients of the norms' weights

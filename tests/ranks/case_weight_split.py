@@ -23,7 +23,7 @@ def micro_batches(mesh, count=2):
     return [tuple(parts[start : start + 2]) for start in range(0, 2 * count, 2)]
 
 
-def llama(mesh, tied, sequence_parallel, layers=2):
+def llama(mesh, tied, sequence_parallel, layers=1):
     """The sharded model; its values are the same at every call, on all ranks."""
     axes = ("dp",) if "dp" in mesh.axis_names else None
     net = filled(LlamaForCausalLM(tiny(num_hidden_layers=layers, tie_word_embeddings=tied))).set_train()
@@ -132,7 +132,7 @@ def case_sums_over_dp_wait_for_the_second_part():
     (inputs,) = micro_batches(mesh, 1)
 
     def sums(split):
-        net = llama(mesh, False, False, layers=1)
+        net = llama(mesh, False, False)
         deferred = split_weight_gradients(net) if split else None
         prepare(net, *inputs)
         weights = (*deferred.ordinary_parameters, *deferred.collectors) if split else net.trainable_params()

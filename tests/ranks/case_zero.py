@@ -69,7 +69,7 @@ def case_compiled_steps_equal_one_card():
 @on_ranks(2)
 def case_compiled_accumulated_steps_equal_one_card():
     """One graph whose gradients come at its end."""
-    check("level2", 2, 4, clipped=True, steps=3, compiled=True, changes=(("num_hidden_layers", 1),))
+    check("level2", 2, 4, clipped=True, steps=2, compiled=True, changes=(("num_hidden_layers", 1),))
 
 
 @on_ranks(2)
