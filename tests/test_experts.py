@@ -4,26 +4,28 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
-from support.routed_layer import Config, Layer
+from mindspore.graph import api as graph_api
+from support.nightly import daily
+from support.routed_layer import CASES, check_here, train_alone
 from support.verified_calls import MESH, MESH_OF_4, Sample, check_of, eager, numbers
 
-from mindformers_core import shard, verify
+from mindformers_core import verify
 from mindformers_core.algorithms.experts import within_capacity
+from mindformers_core.communication.simulated import SimulatedRanks
 from mindformers_core.layout import layout
-from mindformers_core.mesh import DeviceMesh
 from mindformers_core.models.experts import RouterConfig
+from mindformers_core.passes.thread_tape import custom_gradients
 from mindformers_core.program.plan import OperatorPlan
 from mindformers_core.tensor_parallel.experts import experts
-from mindformers_core.zero import hsdp
 
 EXPERTS, CHOICES = 4, 2
 WEIGHTS = numbers(4, 2, 4, 4, low=-1), numbers(4, 4, 4, low=-1), numbers(4, 2, 4, low=-1), numbers(4, 4, low=-1)
 TOKENS, SHARES = numbers(4, 4, 4, low=-1), numbers(4, 4, CHOICES)
 
 
-def choices(kind):
+def choices(kind, seed=1):
     """Ids (4, 4, 2): different experts for each token; some experts for none; one for all; none for some tokens."""
-    random = np.random.default_rng(1)
+    random = np.random.default_rng(seed)
     ids = np.argsort(random.random((4, 4, EXPERTS)), -1)[..., :CHOICES]
     found = {
         "some": ids,
@@ -56,16 +58,21 @@ class Total(nn.Cell):
         return ops.sum(ops.sin(self.function(*given) * 0.1))
 
 
-def test_one_card():
+def test_one_card(monkeypatch):
     """All gradients, in PyNative and compiled once: also where an expert gets nothing, and where one gets all."""
     places = (0, *range(2, 7))
-    compiled = ms.jit(ms.grad(Total(experts), places))
+    compiled, compilations = ms.jit(ms.grad(Total(experts), places)), []
+    check = graph_api._check_recompile
+    monkeypatch.setattr(graph_api, "_check_recompile", lambda *args: (compilations.append(args), check(*args)))
     for kind in ("some", "idle", "all", "none"):
         given = [Tensor(each) for each in (TOKENS, choices(kind), SHARES, *WEIGHTS)]
         expected = ms.grad(Total(plainly), places)(*given)
         for found in (ms.grad(Total(experts), places)(*given), compiled(*given)):
             for one, other in zip(found, expected, strict=True):
                 np.testing.assert_allclose(one.asnumpy(), other.asnumpy(), 1e-4, 2e-5, err_msg=kind)
+    for seed in range(20):
+        compiled(given[0], Tensor(choices("some", seed)), *given[2:])
+    assert len(compilations) == 1
 
 
 def test_capacity():
@@ -132,23 +139,20 @@ def test_errors():
         RouterConfig(8, 5, n_group=4, topk_group=2)
 
 
-FOLDED = [  # mesh, axes of the batch and of the sequence, those of experts and inside of them, `hsdp`, capacity, scores
-    ("dp2 tp2", ("dp", None), ("dp",), ("tp",), {"shard_size": 2}, None, "softmax"),
-    ("dp2 cp2", ("dp", "cp"), ("cp", "dp"), (), {"shard_size": 4, "optimizer_level": "level3"}, None, "sigmoid"),
-    ("dp4 tp2", ("dp", "tp"), ("dp",), (), {"shard_size": 2}, (2, 2), "softmax"),
-]
+TRAINED = [(case, 20) for case in CASES] + [(CASES[3], 3)]
 
 
-@pytest.mark.parametrize("sizes, rows, each, inner, zero, capacity, scores", FOLDED, ids=lambda each: str(each))
-def test_steps(sizes, rows, each, inner, zero, capacity, scores):
+@pytest.mark.parametrize("case", daily(CASES[5:6], CASES), ids=str)
+def test_a_step(case):
     """Forward, all gradients, the norm while it is clipped, and a step of AdamW, also of losses and idle experts."""
-    names, counts = zip(*((part[:2], int(part[2:])) for part in sizes.split()))
-    mesh, axes = DeviceMesh(counts, names), tuple(axis for axis in names if axis != "tp")
-
-    def build():
-        net = Layer(scores, capacity)
-        net = shard(net, mesh, Config(each, inner), plan={"": {"input": {"x": layout(*rows, None)}}})
-        return hsdp(net, axis=axes, threshold=0, **zero) if zero else net
-
-    check = verify(build, mesh, Tensor(numbers(4, 4, 8, low=-1)))
+    check = verify(lambda: case.build(case.mesh), case.mesh, Tensor(numbers(*case.shape, low=-1)))
     assert not check.faults, check.report()
+
+
+@pytest.mark.parametrize("case, steps", daily(TRAINED[-1:], TRAINED), ids=str)
+def test_training(case, steps):
+    """Losses, norms that are clipped, and parameters, also where experts get nothing, a rank gets all; and ties."""
+    expected = train_alone(case, steps)
+    assert (expected[1][:, 1] > 0.5).all()
+    with custom_gradients():
+        SimulatedRanks(case.mesh.size).run(lambda rank: check_here(case, case.mesh, steps, expected))

@@ -44,8 +44,12 @@ FAULTS = {  # threads of other projects, and the fault -> files and tests, or `v
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_each_fault_has_its_tests(fault):
-    given = FAULTS[fault]
+def check_tests(given):
+    """Each pair of a file and a name is that of a test, or of a planted fault."""
     for file, name in zip(given[::2], given[1::2], strict=True):
         assert re.search(rf"^(def |- name: ){re.escape(name)}\b", (TESTS / file).read_text(), re.MULTILINE), name
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_each_fault_has_its_tests(fault):
+    check_tests(FAULTS[fault])

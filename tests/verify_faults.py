@@ -18,6 +18,7 @@ from models.example import axes_of, columns, rows
 from mutate import Fault
 from support.launch import ROOT
 from support.random_steps import TINY, Tower, check_example
+from support.routed_layer import Case
 from support.small_zero import Net, array
 
 from mindformers_core import recompute, shard, verify
@@ -30,8 +31,6 @@ from mindformers_core.tensor_parallel.attention import attention
 from mindformers_core.zero import MixedPrecision, hsdp
 
 __all__ = ["SUBJECTS", "PlantedFault", "outcome", "read_faults"]
-
-FAULTS = ROOT / "tests" / "verify_faults.yaml"
 
 
 class Classes(nn.Cell):
@@ -86,9 +85,9 @@ class PlantedFault(Fault):
     report: tuple = ()
 
 
-def read_faults():
-    """All `PlantedFault`s, in order."""
-    return [PlantedFault(**entry) for entry in yaml.safe_load(FAULTS.read_text())]
+def read_faults(name="verify_faults.yaml"):
+    """All `PlantedFault`s of a file beside this one, in order."""
+    return [PlantedFault(**entry) for entry in yaml.safe_load((ROOT / "tests" / name).read_text())]
 
 
 def codes(code, where=()):
@@ -212,10 +211,29 @@ def drawn():
     return verify(Drawn().set_train(), mesh, Tensor(array(8, 8)), plan=plan), mesh
 
 
+def routed(case, ties=False, recomputed=False):
+    """Verify a step of a layer of experts; `ties`: the first two experts get all tokens."""
+    mesh, x = case.mesh, Tensor(array(*case.shape, seed=3) * (not ties))
+    return verify(lambda: case.build(mesh, recomputed=recomputed), mesh, x), mesh
+
+
+_EXPERTS = {
+    "one axis": Case("dp2", ("dp", None), ("dp",), zero={"shard_size": 2}),
+    "folded": Case("dp2 tp2", ("dp", None), ("dp",), ("tp",), {"shard_size": 2}),
+    "alone": Case("dp2 tp2", ("dp", None), ("tp",)),
+    "two axes": Case("dp2 cp2", ("dp", "cp"), ("cp", "dp"), scores="sigmoid"),
+    "replicas": Case("dp2 cp2", ("dp", "cp"), ("cp",), zero={"shard_size": 4, "optimizer_level": "level3"}),
+    "mixed": Case("dp2 tp2", ("dp", None), ("tp", "dp")),
+    "capacity": Case("dp2", ("dp", None), ("dp",), capacity=(1, 4)),
+    "capacity over cp": Case("cp2", (None, "cp"), ("cp",), capacity=(1, 4)),
+}
 _FLAT = ("pipeline_parallel=1",)
 _STAGES = ("data_parallel_shard=1", "tensor_parallel=1", "sequence_parallel=false", "training.global_batch_size=4")
 _TWO_STAGES = ("pipeline_parallel_interleave_num=2", "model.num_hidden_layers=4")
 SUBJECTS = {
+    **{f"experts, {name}": functools.partial(routed, case) for name, case in _EXPERTS.items()},
+    "experts, ties": lambda: routed(_EXPERTS["one axis"], ties=True),
+    "experts, recomputed": lambda: routed(_EXPERTS["one axis"], recomputed=True),
     "net": tensor_parallel,
     "net, zero 2": lambda: tensor_parallel(shard_size=2, optimizer_level="level2", accumulate_grad_step=2),
     "net, zero 3, recomputed": lambda: tensor_parallel({"select": ["first"]}, shard_size=2, optimizer_level="level3"),

@@ -27,6 +27,7 @@ from mindformers_core.lowering.operator_source import attributes_of, operator_fu
 from mindformers_core.mindspore_private import needs_gradient
 from mindformers_core.operators import OperatorCall, TensorMeta, resolve, signature_of, tensor_meta
 from mindformers_core.operators.registry import facts_of, rewritten, rule_attributes
+from mindformers_core.operators.resolve import jointly_kept
 from mindformers_core.operators.rewrites import REPAIRS
 from mindformers_core.program.graph import OperatorNode
 from mindformers_core.program.structure import Value, tree_fill, tree_key, tree_leaves, tree_map
@@ -205,6 +206,7 @@ class _Program:
         outputs = tuple(Value(place, shape, "", name) for place, shape in enumerate(signature.output_shapes))
         node = OperatorNode(name, "function", args, kwargs, outputs, None, None, None)
         kept = tuple(meta.layout.cut_axes & process_state().batch_axes for meta in metas)
+        kept = jointly_kept(signature, metas, kept)
         model = model_of_device(mesh)
         price = partial(algorithm_price, node, attributes)
         call = OperatorCall(name, signature, tuple(metas), mesh, model, kept=kept, algorithm_price=price)

@@ -5,7 +5,7 @@ import math
 from mindformers_core.hints import nearest
 from mindformers_core.recipe.learning_rate import LrScheduler
 from mindformers_core.recipe.pipeline import check_pipeline
-from mindformers_core.recipe.sections import MESH_AXES, batch_plan, dataset_layouts
+from mindformers_core.recipe.sections import MESH_AXES, batch_plan, dataset_layouts, mesh_shape
 from mindformers_core.recompute.settings import check_compilable, check_gathers
 from mindformers_core.redistribution.quantities import named_device_model
 from mindformers_core.scopes import errors_at
@@ -92,6 +92,18 @@ def _check_experts(recipe):
             f"parallelism.expert_parallel: axis '{twice}' is named twice in {list(sizes.expert_parallel)} and "
             f"expert_tensor_parallel {list(sizes.expert_tensor_parallel)}: an axis cuts experts once"
         )
+    model, axes = recipe.model, list(sizes.expert_parallel)
+    if not axes or sizes.data_parallel_shard == -1 or not hasattr(model, "layer_spec"):
+        return
+    of_axis = dict(zip(MESH_AXES, mesh_shape(recipe)))
+    parts = math.prod(of_axis[axis] for axis in axes)
+    routers = map(model.layer_spec, range(1, model.num_hidden_layers + 1))
+    for count in {spec.router["num_experts"] for spec in routers if spec.router}:
+        if count % parts:
+            raise ValueError(
+                f"parallelism.expert_parallel: {axes} has {parts} ranks, which don't divide {count} experts, and an "
+                "axis is cut as a whole: name others, or split the axis of a mesh of your own in two: docs/experts.md"
+            )
 
 
 def _check_sequence_divides(recipe):

@@ -2,48 +2,60 @@
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor
+from mindspore import Tensor, nn, ops
 from support.launch import on_ranks
-from support.routed_layer import Config, Layer, valued
-from zero_towers import adam, assert_equal, train_tower
+from support.routed_layer import CASES, Case, Config, check_here, train_alone
 
 from mindformers_core.communication import count_collectives, world
 from mindformers_core.layout import layout
 from mindformers_core.mesh import init_device_mesh
-from mindformers_core.tensor_parallel import clip_by_global_norm, shard
-from mindformers_core.zero import hsdp, value_and_grad
+from mindformers_core.models.experts import RoutedExperts
+from mindformers_core.tensor_parallel import shard
+
+ON_TWO = [Case("dp2", ("dp", None), ("dp",), zero={"shard_size": 2}, capacity=each) for each in (None, (2, 4))]
 
 
-def clipped(gradient_of, parameters):
-    """A gradient function whose gradients' norm is 0.5 at most."""
-
-    def gradients(x):
-        loss, found = gradient_of(x)
-        return loss, clip_by_global_norm(found, parameters, 0.5)[0]
-
-    return gradients
+def check(case, steps, compiled):
+    """Gradients, losses, norms and parameters, also where experts get nothing, a rank gets all, and with ties."""
+    mesh = init_device_mesh(case.mesh.shape, case.mesh.axis_names)
+    check_here(case, mesh, steps, train_alone(case, steps), compiled)
 
 
 @on_ranks(2)
 def case_experts_train_as_on_one_card():
-    """20 steps of clipped gradients and Adam: top-2 of 8 experts with biases, a shared one, and all losses."""
-    mesh = init_device_mesh((2,), ("dp",))
-    whole = np.random.default_rng(5).normal(size=(6, 4, 8)).astype(np.float32)  # 3 rows a rank
-    mine = Tensor(np.split(whole, 2)[world().rank])
-    for compiled, capacity, steps in ((False, None, 20), (True, None, 3), (False, (2, 4), 3)):
-        alone = valued(Layer("softmax", capacity))
-        weights = ms.ParameterTuple(alone.trainable_params())
-        gradient_of = clipped(ms.value_and_grad(alone, None, weights), weights)
-        expected, first = train_tower(alone, gradient_of, Tensor(whole), adam, steps)
-        plan = {"": {"input": {"x": layout("dp", None, None)}}}
-        net = valued(Layer("softmax", capacity))
-        net = hsdp(shard(net, mesh, Config(("dp",)), plan), 2, threshold=0)
-        weights = net.trainable_params()
-        with count_collectives() as counts:
-            found, gradients = train_tower(
-                net, clipped(value_and_grad(net, compiled=compiled), weights), mine, adam, steps
-            )
-        label = f"compiled {compiled}, capacity {capacity}"
-        assert ("exchange", ("dp",)) in counts or compiled or capacity, (label, dict(counts))
-        assert_equal(net, gradients, first, label)
-        assert_equal(net, found, expected, label)
+    """Top-2 of 8 experts with biases, a shared one, and all losses."""
+    for case, compiled, steps in ((ON_TWO[0], False, 6), (ON_TWO[0], True, 3), (ON_TWO[1], False, 3)):
+        check(case, steps, compiled)
+
+
+@on_ranks(nightly=(2, 4, 8))
+def case_compiled_experts_train_as_on_one_card():
+    """20 steps on all meshes of so many ranks."""
+    for case in (*ON_TWO, *CASES[1:]):
+        if case.mesh.size == world().size:
+            check(case, 20, True)
+
+
+class Total(nn.Cell):
+    """A number of what experts make of tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = RoutedExperts(8, 16, 4)
+
+    def construct(self, x, ids, weights):
+        return ops.sum(ops.square(self.experts(x, ids, weights)))
+
+
+@on_ranks(2)
+def case_balanced_choices_send_as_many_bytes_as_the_formula_says():
+    """Where every expert has as many choices of each rank, (n - 1) / n of them go to another rank, and back."""
+    mesh, tokens, count = init_device_mesh((2,), ("dp",)), 12, 2
+    net = shard(Total(), mesh, Config(("dp",)), {"": {"input": dict.fromkeys(("x", "ids", "weights"), layout("dp"))}})
+    ids = np.arange(tokens * count, dtype=np.int32).reshape(1, tokens, count) % 8
+    x, weights = np.ones((1, tokens, 16), np.float32), np.ones((1, tokens, count), np.float32)
+    with count_collectives() as counts:
+        ms.grad(net, (0, 2))(Tensor(x), Tensor(ids), Tensor(weights))
+    calls, nbytes = counts["exchange", ("dp",)]
+    assert (calls, nbytes) == (4, 4 * tokens * count * 16 * 4 // 2), dict(counts)
+    assert ("all_to_all", ("dp",)) in counts  # of the experts' numbers

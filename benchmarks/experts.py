@@ -1,0 +1,139 @@
+"""A layer of experts on two ranks that share tokens and experts, against one process that has all, and hand-written.
+
+All variants are checked to have one card's loss and gradients: of the input, the router, and the experts.
+"""
+
+import statistics
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+from harness import Variant, ratio_remarks, run_benchmark
+from mindspore import Tensor, nn, ops
+from tensor_parallel import compiled, finished, flat, gradients_of
+
+from mindformers_core.communication import world
+from mindformers_core.communication.collectives import AllReduce, Exchange, MarkVarying
+from mindformers_core.layout import layout
+from mindformers_core.mesh import init_device_mesh
+from mindformers_core.models.experts import MixtureOfExperts, RoutedExperts, Router, RouterConfig
+from mindformers_core.tensor_parallel import shard
+
+EP, EXPERTS, CHOICES, HIDDEN, INNER, BATCH, LENGTH, SEED = 2, 8, 2, 256, 1024, 4, 256, 5
+TITLE = (
+    f"top-{CHOICES} of {EXPERTS} experts of {HIDDEN} x {INNER}, {BATCH * LENGTH} tokens, forward and backward, ep {EP}"
+)
+TOLERANCE = 1e-5  # of a loss or gradient, relative to the largest value in it
+BASE = "single/pynative"
+LIMIT, BY_HAND = 0.65, 1.03  # of two ranks' time over one's, and over the hand-written one's
+
+
+class Layer(nn.Cell):
+    """Tokens (batch, length, H) → a loss."""
+
+    def __init__(self):
+        super().__init__()
+        router = Router(HIDDEN, RouterConfig(EXPERTS, CHOICES))
+        self.moe = MixtureOfExperts(router, RoutedExperts(EXPERTS, HIDDEN, INNER))
+
+    def construct(self, x):
+        return ops.sum(ops.square(self.moe(x)[0]))
+
+
+class Handwritten(nn.Cell):
+    """What an author writes for two ranks in PyNative: the rows of each choice to its expert's rank and back."""
+
+    def __init__(self, mesh):
+        super().__init__()
+        self.gate, self.own = Router(HIDDEN, RouterConfig(EXPERTS, CHOICES)), EXPERTS // EP
+        self.experts = RoutedExperts(self.own, HIDDEN, INNER)
+        self.rows, self.numbers = Exchange(mesh, ("ep",)), Exchange(mesh, ("ep",))
+        self.marked, self.total = MarkVarying(mesh, ("ep",)), AllReduce(mesh, ("ep",))
+
+    def construct(self, x):
+        logits = ops.dense(x.reshape(-1, HIDDEN), self.marked(self.gate.weight))
+        scores = ops.softmax(logits, -1)
+        chosen = np.argsort(-scores.asnumpy(), -1, kind="stable")[:, :CHOICES]
+        weights = ops.gather_elements(scores, 1, Tensor(chosen))
+        weights = weights / weights.sum(-1, keepdims=True)
+        count, most = len(chosen), len(chosen) * CHOICES
+        taken, local = np.full((EP, most), count), np.full((EP, most, 1), -1)
+        back = np.zeros(most, np.int64)
+        for rank in range(EP):
+            mine = np.flatnonzero(chosen.reshape(-1) // self.own == rank)
+            taken[rank, : len(mine)], local[rank, : len(mine), 0] = mine // CHOICES, chosen.reshape(-1)[mine] % self.own
+            back[mine] = rank * most + np.arange(len(mine))
+        padded = ops.cat((x.reshape(-1, HIDDEN), ops.zeros((1, HIDDEN))), 0)
+        given = self.rows(ops.gather(padded, Tensor(taken), 0)).reshape(-1, HIDDEN)
+        numbers = self.numbers(Tensor((local + 1).astype(np.int32))).asnumpy().reshape(-1) - 1
+        order = np.argsort(numbers, kind="stable")[np.count_nonzero(numbers < 0) :]
+        parts = ops.split(ops.gather(given, Tensor(order), 0), np.bincount(numbers[order], minlength=self.own).tolist())
+        found = ops.cat([self.expert(number, part) for number, part in enumerate(parts)], 0)
+        places = np.full(EP * most, len(order))
+        places[order] = np.arange(len(order))
+        found = ops.gather(ops.cat((found, ops.zeros((1, HIDDEN))), 0), Tensor(places), 0)
+        found = ops.gather(self.rows(found.reshape(EP, most, HIDDEN)).reshape(-1, HIDDEN), Tensor(back), 0)
+        output = (found.reshape(count, CHOICES, HIDDEN) * weights.expand_dims(-1)).sum(1)
+        return self.total(ops.square(output).sum())
+
+    def expert(self, number, rows):
+        """What an expert makes of its rows."""
+        gate, up = self.experts.gate_up_proj[number]
+        return ops.dense(ops.silu(ops.dense(rows, gate)) * ops.dense(rows, up), self.experts.down_proj[number])
+
+
+def make_variants():
+    """All variants, once they are checked to agree."""
+    mesh, draw, nets = init_device_mesh((EP,), ("ep",)), np.random.default_rng(SEED), [Layer() for _ in range(3)]
+    whole = draw.normal(size=(BATCH, LENGTH, HIDDEN)).astype(np.float32)
+    values = [draw.normal(size=each.shape).astype(np.float32) * 0.1 for each in nets[0].trainable_params()]
+    for net in nets:
+        for parameter, value in zip(net.trainable_params(), values, strict=True):
+            parameter.set_data(Tensor(value))
+    single, generated, eager = nets
+    config, plan = SimpleNamespace(expert_parallel=("ep",)), {"": {"input": {"x": layout("ep", None, None)}}}
+    shard(generated, mesh, config, plan)
+    shard(eager, mesh, config, plan, mode="eager")
+    handwritten = Handwritten(mesh)
+    for parameter, value in zip(handwritten.trainable_params(), values, strict=True):
+        parameter.set_data(Tensor(own(value, parameter.shape)))
+    x, mine = Tensor(whole), Tensor(own(whole, (BATCH // EP, LENGTH, HIDDEN)))
+    steps = {
+        "single/pynative": gradients_of(single),
+        "single/jit": compiled(gradients_of(single)),
+        "handwritten": gradients_of(handwritten),
+        "generated/pynative": gradients_of(generated),
+        "generated/jit": compiled(gradients_of(generated)),
+        "eager": gradients_of(eager),
+    }
+    inputs = {name: (x if name.startswith("single") else mine,) for name in steps}
+    truth = flat(steps["single/pynative"](x))
+    for name, step in steps.items():
+        for found, expected in zip(flat(step(*inputs[name])), truth, strict=True):
+            expected = own(expected, found.shape)
+            np.testing.assert_allclose(found, expected, atol=TOLERANCE * np.abs(expected).max(), err_msg=name)
+    return [
+        Variant(name, BASE, finished(step, inputs[name]), ranks=(0,) if name.startswith("single") else None)
+        for name, step in steps.items()
+    ]
+
+
+def own(whole, shape):
+    """This rank's part of dim 0, where a part has that shape."""
+    return whole if whole.shape == shape else np.split(whole, EP)[world().rank]
+
+
+def remarks(results):
+    """Ratios of wall time, with their limits, and of CPU time."""
+    pairs = [("generated/pynative", BASE, LIMIT), ("generated/jit", "single/jit", LIMIT), ("eager", BASE, None)]
+    pairs.append(("generated/pynative", "handwritten", BY_HAND))
+    lines, all_kept = ratio_remarks(results, pairs)
+    for name, base, _ in pairs:
+        spent, of_base = (statistics.median(results[each].cpu) for each in (name, base))
+        ratio = spent / of_base / (EP if base.startswith("single") else 1)
+        lines.append(f"- {name}: CPU time of a rank {ratio:.3f} of {base}, which a loaded machine changes less")
+    return lines, all_kept
+
+
+if __name__ == "__main__":
+    sys.exit(run_benchmark(__file__, EP, make_variants, TITLE, remarks))
