@@ -135,7 +135,7 @@ def case_a_signal_to_one_rank_ends_all_after_one_step():
     """SIGTERM at rank 1 after step 2: both save step 3, whole also beside training, and leave with 75."""
     folder, steps = folder_of("signal"), []
     saving = ("checkpoint.enable_save=true", "checkpoint.async_save=true", "checkpoint.grace=1000000")
-    job = job_on((1, 2, 1, 1), None, *MODEL, f"training.output_dir={folder}", *saving)
+    job = job_on((1, 2, 1, 1), None, *MODEL, "model.num_hidden_layers=1", f"training.output_dir={folder}", *saving)
     with pytest.raises(SystemExit) as left:
         for row in job.steps():
             steps.append(row["step"])
