@@ -28,7 +28,7 @@ class Layer(nn.Cell):
 
     def construct(self, x):
         hidden = x + ops.tanh(self.below(x))
-        output, loss = self.moe(hidden)
+        output, loss, _ = self.moe(hidden)
         return ops.mean(ops.square(hidden + output)) + loss
 
 
