@@ -113,8 +113,12 @@ def case_random_cells_on_2_ranks():
 
 @on_ranks(4)
 def case_random_cells_on_4_ranks():
-    """On two meshes; a few are compiled."""
+    """On two meshes."""
     check_cells(range(CELLS, 2 * CELLS), 4)
+
+
+@on_ranks(nightly=(4,))
+def case_random_cells_compiled_on_4_ranks():
     check_compiled(4)
 
 
