@@ -4,6 +4,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
+from mindspore.common.initializer import Normal
 from mindspore.graph import api as graph_api
 from support.nightly import daily
 from support.routed_layer import CASES, check_here, train_alone
@@ -13,7 +14,7 @@ from mindformers_core import verify
 from mindformers_core.algorithms.experts import within_capacity
 from mindformers_core.communication.simulated import SimulatedRanks
 from mindformers_core.layout import layout
-from mindformers_core.models.experts import RouterConfig
+from mindformers_core.models.experts import Router, RouterConfig
 from mindformers_core.passes.thread_tape import custom_gradients
 from mindformers_core.program.plan import OperatorPlan
 from mindformers_core.tensor_parallel.experts import experts
@@ -137,6 +138,26 @@ def test_errors():
         RouterConfig(8, 2, n_group=3)
     with pytest.raises(ValueError, match="num_experts_per_tok: 5 should be at most 4"):
         RouterConfig(8, 5, n_group=4, topk_group=2)
+
+
+@pytest.mark.parametrize("counted", [np.ones((3, 4)), np.array([[1, 1, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0]])])
+def test_losses_of_a_router(counted):
+    """Their formulas over the tokens that count: over all, over each row by its tokens, and of logits."""
+    x, factors = numbers(3, 4, 8, low=-1), {"aux_loss_coef": 0.3, "seq_aux_loss_coef": 0.2, "z_loss_coef": 0.1}
+    router = Router(8, RouterConfig(EXPERTS, CHOICES, **factors), Normal(0.5))
+    ids, _, loss, counts = router(Tensor(x), Tensor(counted.astype(np.float32)))
+    logits, counts_by_hand = x @ router.weight.asnumpy().T, np.eye(EXPERTS)[ids.asnumpy()].sum(-2)
+    shares = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+
+    def balance(tokens):
+        return EXPERTS / CHOICES * (counts_by_hand[tokens].mean(0) * shares[tokens].mean(0)).sum()
+
+    taken = counted.astype(bool)
+    rows = [(taken & (np.arange(3) == row)[:, None]) for row in range(3) if taken[row].any()]
+    expected = 0.3 * balance(taken) + 0.1 * np.square(np.log(np.exp(logits).sum(-1)))[taken].mean()
+    expected += 0.2 * sum(balance(row) * row.sum() for row in rows) / taken.sum()
+    np.testing.assert_allclose(loss.asnumpy(), expected, 1e-5)
+    np.testing.assert_array_equal(counts.asnumpy(), counts_by_hand[taken].sum(0))
 
 
 TRAINED = [(case, 20) for case in CASES] + [(CASES[3], 3)]

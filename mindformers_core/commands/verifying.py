@@ -135,5 +135,6 @@ def _passes(inputs, plan, slope, names):
     passes, parts = [], zip(*(array.reshape(-1, plan.rows, *array.shape[2:]) for array in inputs))
     for (run, number), (first, *others) in zip(np.ndindex(plan.runs, plan.micro_batches), parts, strict=True):
         named = dict(zip(names[1:], others, strict=True))
-        passes.append(((number, run, 0), (first,), named, lambda losses: [np.full_like(losses[0], slope)]))
+        slopes = lambda found: [np.full_like(each, 0 if place else slope) for place, each in enumerate(found)]  # noqa: E731
+        passes.append(((number, run, 0), (first,), named, slopes))
     return passes

@@ -44,17 +44,21 @@ def micro_batch(recipe, net, stage=0):
     """The local inputs of one forward pass of a stage, `net`, with this number: a tuple of `TensorMeta`s.
 
     The first stage, or the whole model, takes the arrays of the dataset: input ids and labels of shape (sequences,
-    tokens of a sequence), or those of a user's dataset. Every other stage takes the hidden states of the stage before
-    it in place of the first array.
+    tokens of a sequence), or those of a user's dataset. Every other stage takes what the stage before it gives, see
+    `ModelSpec.boundary`, in place of the first array.
     """
     rows = batch_plan(recipe, tree_of(net).mesh.axis_size("dp")).rows
     first, *others = (tensor_meta((rows, *each.shape[1:]), each.dtype) for each in sample_arrays(recipe))
+    firsts = (first,)
     if stage > 0:
-        first = recipe.spec.boundary(recipe.model, rows, recipe.train_dataset.seq_length)
-        first = tensor_meta(first.shape, recipe.precision.compute or first.dtype)
+        found = recipe.spec.boundary(recipe.model, rows, recipe.train_dataset.seq_length)
+        first, *more = found if isinstance(found, tuple) else (found,)
+        firsts = tensor_meta(first.shape, recipe.precision.compute or first.dtype), *more
+    names = [*tree_of(net).boundaries[""].arguments[: len(firsts)]]
+    names += [_name(recipe, net, 1 + place) for place in range(len(others))]
     given = []
-    for place, each in enumerate((first, *others)):
-        layout = tree_of(net).boundaries[""].arriving_layout(_name(recipe, net, place), len(each.shape))
+    for place, (name, each) in enumerate(zip(names, (*firsts, *others), strict=True)):
+        layout = tree_of(net).boundaries[""].arriving_layout(name, len(each.shape))
         given.append(tensor_meta(layout.local_shape(each.shape, f"array {place} of a batch"), each.dtype))
     return tuple(given)
 

@@ -13,7 +13,7 @@ from mindformers_core.models.feed_forward import GatedMLP, PlainMLP, SparseMLP
 from mindformers_core.models.latent_attention import LatentAttention
 from mindformers_core.models.positions import places_seen
 from mindformers_core.models.rotary import rotary_tables
-from mindformers_core.models.spec import LayerRange, ModuleSpec, build_module
+from mindformers_core.models.spec import LayerRange, ModuleSpec, build_module, routed_layers
 from mindformers_core.tensor_parallel.fp8 import get_fp8_context
 from mindformers_core.tensor_parallel.layers import (
     LayerNorm,
@@ -35,6 +35,8 @@ MLPS = {"gated": GatedMLP, "plain": PlainMLP, "experts": SparseMLP}
 class DecoderLayer(nn.Cell):
     """One decoder layer: attention and feed-forward block, each after a norm and added to its input.
 
+    With experts, and `routed`, it has a second result, `routed` with what its router says, see `_pushed`.
+
     Args:
         config: of the layer, as a `LlamaConfig`; its `layer_spec(layer_number)` says which parts there are.
         layer_number: number of the layer in the whole model, from 1.
@@ -51,10 +53,21 @@ class DecoderLayer(nn.Cell):
         self.post_attention_layernorm = norm(config.hidden_size, **settings)
         self.mlp = build_module(mlp or MLPS[spec.mlp], config, weight_init, spec=spec)
 
-    def construct(self, hidden_states, cosines, sines, *seen):
+    def construct(self, hidden_states, cosines, sines, *seen, routed=None, counted=None):
         normed = self.input_layernorm(hidden_states)
         hidden_states = ops.add(hidden_states, self.self_attn(normed, cosines, sines, *seen))
-        return ops.add(hidden_states, self.mlp(self.post_attention_layernorm(hidden_states)))
+        normed = self.post_attention_layernorm(hidden_states)
+        if not isinstance(self.mlp, SparseMLP):
+            return ops.add(hidden_states, self.mlp(normed))
+        output, loss, counts = self.mlp(normed, counted)
+        hidden_states = ops.add(hidden_states, output)
+        return hidden_states if routed is None else (hidden_states, _pushed(routed, loss, counts))
+
+
+def _pushed(routed, loss, counts):
+    """What routers say, one behind the other, of the last ones: it is as long for all layers, which are one program."""
+    own = ops.cat((ops.reshape(loss, (1,)), counts))
+    return ops.cat((ops.narrow(routed, 0, own.shape[0], routed.shape[0] - own.shape[0]), own))
 
 
 class LearnedPositions(nn.Cell):
@@ -88,7 +101,8 @@ class Decoder(nn.Cell):
     The input of the first stage is ids (batch, length), that of others hidden states (batch, length, hidden_size);
     the output is hidden states. Names of layers are their numbers in the whole model, from 0, so paths are the same in
     any pipeline. A stage builds its own layers only; its missing modules are None. `model_split_manual` makes a stage
-    of a whole model by removing the other layers and modules.
+    of a whole model by removing the other layers and modules. With `routed` that is the second result, see
+    `DecoderLayer`.
 
     Args:
         config: a `LlamaConfig`.
@@ -127,7 +141,7 @@ class Decoder(nn.Cell):
         with get_fp8_context(layer_config, global_layer_number - 1, is_init=True):
             return build_module(layer_spec, layer_config, global_layer_number)
 
-    def construct(self, input_ids, positions=None, places=None, slots=None, starts=None):
+    def construct(self, input_ids, positions=None, places=None, slots=None, starts=None, **routing):
         hidden_states = input_ids
         if self.is_first and self.embed_tokens is not None:
             hidden_states = self.embed_tokens(input_ids)
@@ -141,18 +155,26 @@ class Decoder(nn.Cell):
         if self.embed_positions is not None:
             hidden_states = ops.add(hidden_states, self.embed_positions(length, own))
         for layer in self.layers.values():
-            hidden_states = layer(hidden_states, cosines, sines, *ranges, slots)
-        return hidden_states if self.norm is None else self.norm(hidden_states)
+            hidden_states = layer(hidden_states, cosines, sines, *ranges, slots, **routing)
+            if isinstance(hidden_states, tuple):
+                hidden_states, routing["routed"] = hidden_states
+        hidden_states = hidden_states if self.norm is None else self.norm(hidden_states)
+        return (hidden_states, routing["routed"]) if routing else hidden_states
 
 
 class CausalDecoder(nn.Cell):
     """The decoder with its output layer: ids (batch, length) → float logits (batch, length, vocab_size), or the loss.
 
     With shifted `labels` (batch, length) the output is the mean cross-entropy, a float32 scalar, over the labels other
-    than -100; or its sum, and their number (int32). Packed documents have `positions` (batch, length), int32, of each
-    token in its own, which attention doesn't look beyond; tokens in another order than the row's have their `places`
-    in it, likewise, or all rows have that of `share_sequences`. In a pipeline only the last stage has an output
-    layer; the others return hidden states (batch, length, hidden_size), which replace ids as the input of the next.
+    than -100; or its sum, and their number (int32). In training each label's loss has the sum of the routers' losses
+    added, and with `loss="sum"` two more results are these (1, 1 + layers with experts), times the number of labels,
+    and how many choices experts have got of tokens whose labels count, (1, 1 + layers with experts, experts), both
+    float32, the first ones 0. Packed documents have
+    `positions` (batch, length), int32, of each token in its own, which attention doesn't look beyond; tokens in another
+    order than the row's have their `places` in it, likewise, or all rows have that of `share_sequences`. In a pipeline
+    only the last stage has an output layer; the others return hidden states (batch, length, hidden_size), which replace
+    ids as the input of the next, and with experts what their routers have to say: stages behind the first are
+    `RoutedStage`s.
 
     After `add_caches` the model generates: a call also takes the slots of its positions (length,), the same for all
     rows, and of every row its first slot that isn't padding, `starts` (batch,); logits are those of the last position,
@@ -174,6 +196,7 @@ class CausalDecoder(nn.Cell):
             settings = {"weight_init": Normal(config.initializer_range), "dtype": getattr(ms, config.dtype)}
             self.lm_head = VocabParallelLinear(config.hidden_size, config.vocab_size, **settings)
         self.loss = VocabParallelCrossEntropy(loss=loss)
+        self.routers, self.experts = routed_layers(config)
 
     def share_sequences(self, order, algorithm):
         """Say how ranks share every sequence: the order in which its equal chunks lie, labels and positions as well,
@@ -187,6 +210,20 @@ class CausalDecoder(nn.Cell):
         for layer in self.model.layers.values():
             if hasattr(layer.self_attn, "share_heads"):
                 layer.self_attn.share_heads(ranks, exchanged)
+
+    def after_step(self, loss, labels, losses, counts):
+        """Balance experts after the update of a step; the numbers that its row has of them, see docs/metrics.md.
+
+        Args:
+            loss, labels, losses, counts: results of all micro-batches, as of `loss="sum"`: sums, and tensors joined
+                along dim 0.
+        """
+        counts = ops.sum(counts, 0)[1:]
+        for place, number in enumerate(self.routers):
+            if (name := str(number - 1)) in self.model.layers:
+                self.model.layers[name].mlp.gate.balance(counts[place])
+        loads = ops.div(ops.amax(counts, -1), ops.mean(counts, -1))
+        return {"router_loss": ops.div(ops.sum(losses), ops.maximum(labels, 1)), "expert_load": ops.amax(loads)}
 
     def add_caches(self, batch, length):
         """Give every layer a `KeyValueCache` of `length` slots for `batch` rows."""
@@ -214,8 +251,11 @@ class CausalDecoder(nn.Cell):
             inputs |= {"slots": layout(None), "starts": None if axes is None else layout(axes)}
         return inputs, hidden if self.model.norm is None else None, None
 
-    def construct(self, input_ids, labels=None, positions=None, places=None, slots=None, starts=None):
-        hidden_states = self.model(input_ids, positions, places, slots, starts)
+    def construct(self, input_ids, labels=None, positions=None, places=None, slots=None, starts=None, routed=None):
+        routing = self._routing(labels, routed) if self.routers and labels is not None else {}
+        hidden_states = self.model(input_ids, positions, places, slots, starts, **routing)
+        if routing:
+            hidden_states, routed = hidden_states
         if slots is not None and self.model.norm is not None:
             hidden_states = hidden_states[:, -1:]
         if self.lm_head is not None:
@@ -223,10 +263,45 @@ class CausalDecoder(nn.Cell):
         elif self.is_tied and self.model.norm is not None:
             logits = vocabulary_logits(hidden_states, self.model.embed_tokens.weight)
         else:
-            return hidden_states
-        return without_columns(logits, self.vocab_size) if labels is None else self.loss(logits, labels)
+            return (hidden_states, routed) if routing else hidden_states
+        if labels is None:
+            return without_columns(logits, self.vocab_size)
+        return self._with_routers(self.loss(logits, labels), routed) if self.routers else self.loss(logits, labels)
+
+    def _routing(self, labels, routed):
+        """What layers get for their routers: what those before have said, and which tokens count."""
+        if routed is None:
+            routed = ops.zeros(((1 + len(self.routers)) * (1 + self.experts),), ms.float32)
+        counted = ops.not_equal(labels, self.loss.ignore_index)
+        return {"routed": routed, "counted": ops.cast(counted, ms.float32)}
+
+    def _with_routers(self, found, routed):
+        """The results, see the class."""
+        routed = ops.reshape(routed, (-1, 1 + self.experts))
+        losses, counts = ops.squeeze(ops.narrow(routed, 1, 0, 1), 1), ops.narrow(routed, 1, 1, self.experts)
+        if not isinstance(found, tuple):
+            return ops.add(found, ops.sum(losses)) if self.training else found
+        losses = ops.mul(losses, ops.cast(found[1], ms.float32))
+        loss = ops.add(found[0], ops.sum(losses)) if self.training else found[0]
+        return loss, found[1], ops.expand_dims(losses, 0), ops.expand_dims(counts, 0)
+
+
+class RoutedStage(CausalDecoder):
+    """A stage behind the first one of a pipeline of a model with experts: hidden states and `routed` of the
+    stage before, instead of ids."""
+
+    uncast = (1,)  # counts and losses stay float32 where the stage computes in half precision
+
+    def shard(self, config=None):
+        inputs, outputs, weights = super().shard(config)
+        return inputs | {"routed": layout(None)}, outputs, weights
+
+    def construct(self, input_ids, routed, labels=None, positions=None, places=None):
+        return super().construct(input_ids, labels, positions, places, routed=routed)
 
 
 def decoder_for_training(config, layers=None):
-    """A `CausalDecoder` that returns the sum of the losses, and the number of labels."""
-    return CausalDecoder(config, layers=layers, loss="sum")
+    """A `CausalDecoder` or `RoutedStage` that returns the sum of the losses, and the number of labels."""
+    is_first = layers is None or layers.is_first
+    kind = CausalDecoder if is_first or not routed_layers(config)[0] else RoutedStage
+    return kind(config, layers=layers, loss="sum")

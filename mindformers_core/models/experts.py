@@ -35,10 +35,11 @@ class RouterConfig:
             a single group.
         has_bias: whether experts are chosen by their scores and a bias, which balances them; weights are without it.
             Default: False.
+        bias_update_rate: the rate of `balanced`, by which each step of a `Trainer` changes the bias. Default: 0.
         aux_loss_coef: of the loss E / (T K) · Σ_i count_i · mean_i over all T tokens of a call, where mean_i is the
             expert's mean share of the scores (Fedus, Zoph, Shazeer, "Switch Transformers", arXiv 2101.03961).
             Default: 0.
-        seq_aux_loss_coef: of the same loss of each row, the mean over rows. Default: 0.
+        seq_aux_loss_coef: of the same loss of each row, the mean over rows, weighted by their tokens. Default: 0.
         z_loss_coef: of the mean square of the logits' logsumexp (Zoph et al., "ST-MoE", arXiv 2202.08906). Default: 0.
 
     Raises:
@@ -53,6 +54,7 @@ class RouterConfig:
     n_group: int = bounded(1, 1, 2**10)
     topk_group: int = bounded(1, 1, 2**10)
     has_bias: bool = False
+    bias_update_rate: float = bounded(0.0, 0, 1)
     aux_loss_coef: float = bounded(0.0, 0, 1e4)
     seq_aux_loss_coef: float = bounded(0.0, 0, 1e4)
     z_loss_coef: float = bounded(0.0, 0, 1e4)
@@ -80,6 +82,8 @@ class Router(nn.Cell):
     """Hidden states (…, hidden_size) → the experts chosen, int32 (…, K), and their weights, float32 (…, K); the loss, a
     float32 scalar, already with its coefficients; and how many choices each expert has got, float32 (E,).
 
+    With `counted` (…), float32 of zeros and ones, tokens with a zero are left out of the loss and the counts.
+
     Everything is computed in float32. Of equal scores the first ones are chosen.
 
     Args:
@@ -102,6 +106,7 @@ class Router(nn.Cell):
         if config.has_bias:
             zeros = initializer("zeros", (config.num_experts,), ms.float32)
             self.e_score_correction_bias = Parameter(zeros, requires_grad=False)
+            self.e_score_correction_bias.is_state = True
 
     def shard(self, config=None):
         """All ranks have the whole weight; each routes its own tokens."""
@@ -110,7 +115,14 @@ class Router(nn.Cell):
             weights["e_score_correction_bias"] = layout(None)
         return None, None, weights
 
-    def construct(self, hidden_states):
+    def balance(self, counts):
+        """After a step with so many choices of experts (E,): the bias of a router that is trained is `balanced`."""
+        rate, held = self.config.bias_update_rate, [*self.get_parameters(expand=False)]
+        if rate and any(each.requires_grad for each in held):
+            for bias in (each for each in held if getattr(each, "is_state", False)):
+                ops.assign(bias, balanced(bias, counts, rate))
+
+    def construct(self, hidden_states, counted=None):
         config = self.config
         logits = ops.dense(cast_to(hidden_states, ms.float32), cast_to(self.weight, ms.float32))
         scores = ops.softmax(logits, -1) if config.scores == "softmax" else ops.sigmoid(logits)
@@ -121,8 +133,11 @@ class Router(nn.Cell):
         if config.routed_scaling_factor != 1:
             weights = ops.mul(weights, config.routed_scaling_factor)
         chosen = ops.sum(_one_hot(ids, config.num_experts), -2)
-        loss = self._loss(logits, scores, chosen)
-        return ids, weights, loss, ops.sum(chosen, tuple(range(chosen.ndim - 1)))
+        if counted is not None:
+            chosen = ops.mul(chosen, ops.expand_dims(counted, -1))
+        counts = ops.sum(chosen, tuple(range(chosen.ndim - 1)))
+        loss = self._loss(logits, scores, chosen, counts, counted)
+        return ids, weights, loss, counts
 
     def _chosen(self, scores):
         """The experts with the highest scores, the highest first."""
@@ -138,18 +153,28 @@ class Router(nn.Cell):
             scores = ops.reshape(grouped, scores.shape)
         return _first(scores, config.num_experts_per_tok)
 
-    def _loss(self, logits, scores, chosen):
+    def _loss(self, logits, scores, chosen, counts, counted):
         config, loss, dims = self.config, ops.zeros((), ms.float32), tuple(range(scores.ndim - 1))
-        factor = config.num_experts / config.num_experts_per_tok
         share = scores if config.scores == "softmax" else ops.div(scores, ops.sum(scores, -1, keepdim=True))
-        for coefficient, over in ((config.aux_loss_coef, dims), (config.seq_aux_loss_coef, dims[1:])):
-            if coefficient:
-                both = ops.sum(ops.mul(ops.mean(chosen, over), ops.mean(share, over)), -1)
-                loss = ops.add(loss, ops.mul(ops.mean(both), factor * coefficient))
+        square = ops.square(ops.logsumexp(logits, -1))
+        if counted is not None:
+            share, square = ops.mul(share, ops.expand_dims(counted, -1)), ops.mul(square, counted)
+        tokens, factor = self._tokens(counts), config.num_experts / config.num_experts_per_tok
+        if config.aux_loss_coef:
+            both = ops.div(ops.sum(ops.mul(counts, ops.sum(share, dims))), ops.square(tokens))
+            loss = ops.add(loss, ops.mul(both, factor * config.aux_loss_coef))
+        if config.seq_aux_loss_coef:
+            chosen = ops.sum(chosen, dims[1:])
+            both = ops.sum(ops.mul(chosen, ops.sum(share, dims[1:])), -1)
+            both = ops.div(ops.sum(ops.div(both, self._tokens(chosen))), tokens)
+            loss = ops.add(loss, ops.mul(both, factor * config.seq_aux_loss_coef))
         if config.z_loss_coef:
-            square = ops.square(ops.logsumexp(logits, -1))
-            loss = ops.add(loss, ops.mul(ops.mean(square), config.z_loss_coef))
+            loss = ops.add(loss, ops.mul(ops.div(ops.sum(square), tokens), config.z_loss_coef))
         return loss
+
+    def _tokens(self, counts):
+        """The number of the tokens that count, at least 1, by the counts (…, E) of their choices."""
+        return ops.maximum(ops.div(ops.sum(counts, -1), self.config.num_experts_per_tok), 1.0)
 
 
 class RoutedExperts(nn.Cell):
@@ -198,7 +223,8 @@ class RoutedExperts(nn.Cell):
 
 
 class MixtureOfExperts(nn.Cell):
-    """Hidden states (…, hidden_size) → what a token's experts make of it, of the same shape; and the router's loss.
+    """Hidden states (…, hidden_size) → what a token's experts make of it, of the same shape; the router's loss; and
+    how many choices each expert has got; with `counted` as of `Router`.
 
     Args:
         router, experts: a `Router` and `RoutedExperts`.
@@ -210,15 +236,15 @@ class MixtureOfExperts(nn.Cell):
         super().__init__()
         self.gate, self.experts, self.shared_experts, self.shared_expert_gate = router, experts, shared, shared_gate
 
-    def construct(self, hidden_states):
-        ids, weights, loss, _ = self.gate(hidden_states)
+    def construct(self, hidden_states, counted=None):
+        ids, weights, loss, counts = self.gate(hidden_states, counted)
         output = self.experts(hidden_states, ids, weights)
         if self.shared_experts is not None:
             shared = self.shared_experts(hidden_states)
             if self.shared_expert_gate is not None:
                 shared = ops.mul(shared, ops.sigmoid(self.shared_expert_gate(hidden_states)))
             output = ops.add(output, shared)
-        return output, loss
+        return output, loss, counts
 
 
 def balanced(bias, counts, rate):

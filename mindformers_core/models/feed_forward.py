@@ -58,7 +58,7 @@ class PlainMLP(nn.Cell):
 
 
 class SparseMLP(MixtureOfExperts):
-    """A `MixtureOfExperts` without the router's loss, perhaps with a `GatedMLP` that all tokens go through.
+    """A `MixtureOfExperts`, perhaps with a `GatedMLP` that all tokens go through.
 
     Args:
         config, weight_init: as of `GatedMLP`.
@@ -75,8 +75,4 @@ class SparseMLP(MixtureOfExperts):
 
     def shard(self, config=None):
         """The hidden states are gathered once for router and experts."""
-        return gathered_layout(config), hidden_layout(config), None
-
-    def construct(self, hidden_states):
-        output, _ = super().construct(hidden_states)
-        return output
+        return {"hidden_states": gathered_layout(config)}, {0: hidden_layout(config)}, None

@@ -15,7 +15,8 @@ def model_split_manual(model, stage_index, layers_per_stage):
         `model` itself: paths, and therefore initial values, are those of the whole model.
 
     Raises:
-        ValueError: no such stage, a sum of layers other than the model's, or a model that is a stage already.
+        ValueError: no such stage, a sum of layers other than the model's, or a model that is a stage already, or that
+            has experts.
     """
     decoder, last = model.model, len(layers_per_stage) - 1
     if not 0 <= stage_index <= last:
@@ -27,6 +28,10 @@ def model_split_manual(model, stage_index, layers_per_stage):
         raise ValueError(
             f"layers_per_stage: {list(layers_per_stage)} makes {sum(layers_per_stage)} layers, but num_hidden_layers "
             f"is {whole}"
+        )
+    if model.routers:
+        raise ValueError(
+            "stages of a model with experts pass on what routers say: build each with layers=LayerRange(…)"
         )
     names = list(decoder.layers.keys())
     offset = sum(layers_per_stage[:stage_index])

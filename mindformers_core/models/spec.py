@@ -62,6 +62,13 @@ class LayerSpec:
     shared_size: int = 0
 
 
+def routed_layers(config):
+    """Numbers of a model's decoder layers with experts, from 1, and how many experts each has."""
+    specs = {number: config.layer_spec(number) for number in range(1, config.num_hidden_layers + 1)}
+    routers = {number: spec.router for number, spec in specs.items() if spec.mlp == "experts"}
+    return tuple(routers), max((router["num_experts"] for router in routers.values()), default=0)
+
+
 @dataclass(frozen=True)
 class LayerRange:
     """Consecutive decoder layers of a model: all of them, or those of a pipeline stage.
@@ -151,7 +158,8 @@ class ModelSpec:
             fewer. Only pipelines and `ignored` need them: the first array is passed from stage to stage, the others to
             each stage by name.
         boundary: `boundary(config, batch, length)` is the `TensorMeta` of the whole tensor that a stage sends to the
-            next, for `batch` samples of `length` positions. Pipelines need it: `cell(config, layers=LayerRange)` builds
+            next, for `batch` samples of `length` positions, or a tuple of several, which are its first arguments; the
+            first is computed in `precision.compute`. Pipelines need it: `cell(config, layers=LayerRange)` builds
             a stage, and the config has `num_hidden_layers`. None: the model can't be a pipeline.
         tied: `tied(config)` returns the paths of the parameters that the first and the last stage share.
         divided: `divided(config)` is a list of `(key, size)`, sizes that `tensor_parallel` has to divide.

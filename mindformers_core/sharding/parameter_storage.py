@@ -27,10 +27,11 @@ class ParameterStorage:
         replica: this rank's place among those that compute batches of their own, and their number.
         input_dtype, output_dtype: names of the dtypes that floating inputs and results of the root Cell are cast to;
             None leaves them as they are.
+        uncast: places of the root Cell's positional arguments that stay as they are, which its class may say.
     """
 
     copied = frozenset()
-    units = ()
+    units = uncast = ()
     takes_gradients = False
     is_open = True
     replica = 0, 1
@@ -60,8 +61,9 @@ class ParameterStorage:
         """A new program of the Cell at path `reader` reads a parameter; None: the parameter is read now."""
 
     def cast_inputs(self, args, kwargs):
-        """The root Cell's arguments, with floating tensors in `input_dtype`."""
-        return _cast((args, kwargs), self.input_dtype)
+        """The root Cell's arguments, with floating tensors in `input_dtype`, but those of `uncast`."""
+        dtypes = (None if place in self.uncast else self.input_dtype for place in range(len(args)))
+        return tuple(map(_cast, args, dtypes)), _cast(kwargs, self.input_dtype)
 
     def cast_outputs(self, result):
         """The root Cell's result, with floating tensors in `output_dtype`."""

@@ -4,7 +4,7 @@ from contextlib import ExitStack
 
 import mindspore as ms
 
-from mindformers_core.data.reading import micro_batch
+from mindformers_core.data.reading import micro_batch, sample_arrays
 from mindformers_core.dtypes import dtype_name
 from mindformers_core.operators.signature import tensor_meta
 from mindformers_core.pipeline import PipelineScheduleMulti, PipelineStage
@@ -36,11 +36,13 @@ def pipeline_passes(recipe, mesh, cells, loss_scale):
     schedule = kind(given, batch_plan(recipe, mesh.axis_size("dp")).micro_batches, share_outputs=True)
     names = recipe.spec.inputs[1:] if stage_num > 1 else ()  # one stage takes all arrays by place
 
-    def arguments(arrays):
-        first, *others = arrays
-        return ((first, *others[len(names) :]), dict(zip(names, others)))
+    def arguments(arrays, first=1):  # so many of them, and those behind the named ones, go by place
+        others = arrays[first:]
+        return (*arrays[:first], *others[len(names) :]), dict(zip(names, others))
 
-    given = {index: arguments(_computed(micro_batch(recipe, net, index))) for index, net in cells.items()}
+    count = len(sample_arrays(recipe))
+    metas = {index: _computed(micro_batch(recipe, net, index)) for index, net in cells.items()}
+    given = {index: arguments(found, 1 + len(found) - count) for index, found in metas.items()}
     schedule.meet().make_programs(schedule.table, given)
     _check_result(recipe, stages[-1])
 

@@ -52,20 +52,19 @@ def step_function(recipe, mesh, cells, loss_scale=None):
     Returns:
         `(optimizer, step, forward)`: the `GroupedOptimizer` of the trainable parameters of this rank, a function that
         updates them, and `forward` of `pipeline_passes`. The function's arguments are the local inputs of the model, as
-        of `step_parts`, the optimizer's `scalars`, and a function to call before the update.
-        Results are the mean loss, a tensor, which nobody has read, the gradients' norm before clipping, a float, both
-        equal on all ranks, None, and the norms of `monitor.gradient_norms`, tensors.
+        of `step_parts`, the optimizer's `scalars`, and a function to call before the update. Results are the mean loss,
+        a tensor, which nobody has read, the gradients' norm before clipping, a float, both equal on all ranks, None,
+        and tensors for the row: norms of `monitor.gradient_norms`, and what the model's `after_step` returns.
         Where one of the first two isn't finite, no rank updates anything, and in place of None are the paths of this
         rank's parameters whose gradients aren't, in the order of the backward pass. Where the loss scale skips the
         step, the norm is infinite, with None.
     """
     run, clip, optimizer, forward = step_parts(recipe, mesh, cells, loss_scale)
-
-    watched = [clip.of_names((pattern,)) for pattern in recipe.monitor.gradient_norms]
+    watched = {f"gradient_norm {pattern}": clip.of_names((pattern,)) for pattern in recipe.monitor.gradient_norms}
 
     def norm_of(*gradients):  # one by one: tensors in a tuple would be compiled in as constants
         norms = (clip.norm(gradients),)
-        for each in watched:
+        for each in watched.values():
             norms = norms + (each.norm(gradients),)
         return norms
 
@@ -82,26 +81,38 @@ def step_function(recipe, mesh, cells, loss_scale=None):
         results, gradients = run(arrays)
         loss = mean_loss(results, recipe.spec.loss)
         if gradients is None:
-            return loss, math.inf, None, ()
+            return loss, math.inf, None, {}
         norm, *norms = norm_of(*gradients)
+        row = dict(zip(watched, norms))
         _hold(optimizer, {"reduced gradient": gradients})
         # the one number that a step reads: with a loss that isn't finite it isn't either
         number = float((norm + loss * 0).asnumpy())
         if not math.isfinite(number):
             pairs = zip(reversed(optimizer.parameters), reversed(gradients))
             names = [parameter.name for parameter, each in pairs if not all_finite(None, (each,))]
-            return loss, float(norm.asnumpy()), names, norms
+            return loss, float(norm.asnumpy()), names, row
         before_update()
         update(norm, *scalars, *gradients)
+        row |= _after_step(cells, results)
         named = dict(zip(optimizer.scalar_names, scalars, strict=True))
         for what, scalar in {"loss": loss, "gradient norm": norm, **named}.items():
             process_state().observer.held(what, scalar)
         for what, state, parameter in states:
             process_state().observer.held(what, state, parameter)
         _hold(optimizer, {"parameter": optimizer.parameters})
-        return loss, number, None, norms
+        return loss, number, None, row
 
     return optimizer, step, forward
+
+
+def _after_step(cells, results):
+    """What the Cells' `after_step` returns for the results of all runs: sums of scalars, and joined tensors."""
+    found = {}
+    for net in cells.values():
+        if hasattr(net, "after_step") and len(results[0]) > 2:
+            parts = zip(*results)
+            found |= net.after_step(*(ops.cat(each, 0) if each[0].ndim else sum(each[1:], each[0]) for each in parts))
+    return found
 
 
 def mean_loss(results, form):

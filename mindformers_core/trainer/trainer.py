@@ -227,7 +227,7 @@ class Trainer:
         rate, scale = learning_rate(self.recipe, self.step, self.plan.samples), self.loss_scale
         value = scale.value if scale else None
         scalars = self.optimizer.scalars(self.step - self.skipped, rate)
-        loss, norm, odd, norms = self.run_step(tuple(map(ms.Tensor, batch)), scalars, self.checkpointer.await_copies)
+        loss, norm, odd, told = self.run_step(tuple(map(ms.Tensor, batch)), scalars, self.checkpointer.await_copies)
         process_state().observer.end_step(self.step)
         self._told[1] += 1
         precision, found = self.recipe.precision, odd or []
@@ -250,7 +250,7 @@ class Trainer:
         row.update(epochs(self.dataset, self.consumed - self.plan.samples, self.consumed))
         if self._operations is not None:
             row["mfu"] = self._operations / seconds
-        row.update(zip(map("gradient_norm {}".format, self.recipe.monitor.gradient_norms), norms))
+        row.update(told)
         if scale:
             row["loss_scale"] = value
         if scale or precision.skip_not_finite:

@@ -29,7 +29,7 @@ def compare_step(check, observer, step, buckets):
 
     for (number, run), pairs in results.items():  # without a number it is of all micro-batches of a run
         passes = [key for key in truth.outputs if key[1:] == (run, observer.replica) and number in (None, key[0])]
-        values = map(truth.outputs.get, passes)
+        values = (truth.outputs[key][: len(pairs)] for key in passes)  # of a recipe's pass the loss alone
         for (result, layout), *of_passes in zip(pairs, *values, strict=True):
             value = of_passes[0] if len(of_passes) == 1 else np.mean(of_passes, 0)  # of a pipeline's micro-batches
             hold(0, "result", str((number, run)), layout, result, value)

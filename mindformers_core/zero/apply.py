@@ -88,11 +88,12 @@ def _plans(tree, settings, units):
                 f"parameter '{path}' of {tree.label('')} is {own}, which has no gradient: make it with "
                 "requires_grad=False"
             )
-        dtypes = (precision.compute or own, precision.parameter or own) if floats else (own, own)
+        is_state = getattr(parameter, "is_state", False)  # is written between steps: it stays whole, in its dtype
+        dtypes = (precision.compute or own, precision.parameter or own) if floats and not is_state else (own, own)
         by_unit = settings.level == "level3" and settings.shard_size > 1 and len(holding[id(parameter)]) == 1
         unit = next(iter(holding[id(parameter)])) if by_unit else ""
         plan = ParameterPlan(path, tuple(parameter.shape), *dtypes, parameter.requires_grad, unit, cut)
-        size = settings.without(cut).shard_size
+        size = 1 if is_state else settings.without(cut).shard_size
         plans += plan_parameters([plan], size, settings.threshold, settings.level)
     return tuple(plans)
 

@@ -48,6 +48,7 @@ class HsdpStorage(ParameterStorage):
         self.settings, self.parameters, self.gathers, self.reduces = settings, parameters, gathers, reduces
         self.meter, self.label, self.cells = meter, tree.label(""), tuple(tree.cells.values())
         self.input_dtype, self.output_dtype = settings.precision.compute, settings.precision.output
+        self.uncast = getattr(tree.cells[""], "uncast", ())
         self.copied = {id(stored.unsharded) for stored in parameters if stored.is_copied}
         self.trained = [number for number, stored in enumerate(parameters) if stored.plan.trainable]
         self.collectives = self.reducer = None

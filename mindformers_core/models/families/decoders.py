@@ -1,6 +1,6 @@
 """What the `ModelSpec`s of all decoders have in common. Pure Python."""
 
-from mindformers_core.models.spec import EACH, FileTensor, ModelSpec
+from mindformers_core.models.spec import EACH, FileTensor, ModelSpec, routed_layers
 from mindformers_core.operators.signature import tensor_meta
 
 
@@ -12,11 +12,17 @@ def decoder_spec(config, hugging_face, cell="mindformers_core.models.decoder:dec
         loss="sum",
         ignored={"labels": -100},
         inputs=("input_ids", "labels", "positions", "places"),
-        boundary=lambda config, batch, length: tensor_meta((batch, length, config.hidden_size), config.dtype),
+        boundary=_boundary,
         tied=lambda config: ("model.embed_tokens.weight",) if config.tie_word_embeddings else (),
         divided=_divided,
         hugging_face=hugging_face,
     )
+
+
+def _boundary(config, batch, length):
+    routers, experts = routed_layers(config)
+    hidden = tensor_meta((batch, length, config.hidden_size), config.dtype)
+    return (hidden, tensor_meta(((1 + len(routers)) * (1 + experts),), "float32")) if routers else hidden
 
 
 def _divided(config):

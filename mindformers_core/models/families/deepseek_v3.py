@@ -25,6 +25,8 @@ class DeepseekV3Config(LlamaConfig):
         n_shared_experts: as many experts' sizes has the block that all tokens go through; 0: there is none.
         moe_intermediate_size: size inside an expert.
         n_group, topk_group, norm_topk_prob, routed_scaling_factor: as of `RouterConfig`.
+        aux_loss_alpha: factor of the loss of each sequence's loads, the sum over layers, see `RouterConfig`.
+        bias_update_rate: what each step adds to, or takes from, the bias of an expert, see `balanced`.
         others: as of `LlamaConfig`; `head_dim` is `qk_rope_head_dim`, as there.
     """
 
@@ -44,6 +46,8 @@ class DeepseekV3Config(LlamaConfig):
     topk_group: int = bounded(4, 1, 2**10)
     norm_topk_prob: bool = True
     routed_scaling_factor: float = bounded(2.5, above=0, at_most=1e4)
+    aux_loss_alpha: float = bounded(0.0, 0, 1e4)
+    bias_update_rate: float = bounded(0.001, 0, 1)
 
     divided_keys = "num_attention_heads", "intermediate_size"
 
@@ -59,6 +63,7 @@ class DeepseekV3Config(LlamaConfig):
             return spec
         router = {key: getattr(self, key) for key in _ROUTER}
         router |= {"num_experts": self.n_routed_experts, "scores": "sigmoid", "has_bias": True}
+        router |= {"seq_aux_loss_coef": self.aux_loss_alpha, "bias_update_rate": self.bias_update_rate}
         size = self.moe_intermediate_size
         return replace(spec, mlp="experts", router=router, expert_size=size, shared_size=size * self.n_shared_experts)
 

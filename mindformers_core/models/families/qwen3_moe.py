@@ -17,6 +17,10 @@ class Qwen3MoeConfig(Qwen3Config):
         norm_topk_prob: whether the weights of a token's experts are divided by their sum.
         decoder_sparse_step: every so many layers one has experts, the last of them.
         mlp_only_layers: numbers of layers without experts, from 0.
+        output_router_logits: whether the loss has the router's.
+        router_aux_loss_coef: factor of the router's loss, the mean over layers of E · Σ_i (count_i / T) · mean_i, see
+            `RouterConfig`. Of one layer with experts it is that of `transformers`, which mixes the counts of several.
+        router_z_loss_coef: of the mean over layers of ST-MoE's loss, which `transformers` doesn't have. Default: 0.
         others: as of `Qwen3Config`.
     """
 
@@ -26,19 +30,29 @@ class Qwen3MoeConfig(Qwen3Config):
     norm_topk_prob: bool = False
     decoder_sparse_step: int = bounded(1, 1, 10_000)
     mlp_only_layers: tuple[int, ...] = ()
+    output_router_logits: bool = False
+    router_aux_loss_coef: float = bounded(0.001, 0, 1e4)
+    router_z_loss_coef: float = bounded(0.0, 0, 1e4)
 
     def layer_spec(self, layer_number):
         """The `LayerSpec` of the decoder layer with this number in the whole model, from 1."""
         spec = super().layer_spec(layer_number)
-        if layer_number - 1 in self.mlp_only_layers or layer_number % self.decoder_sparse_step:
+        if not self._has_experts(layer_number):
             return spec
         router = {key: getattr(self, key) for key in ("num_experts", "num_experts_per_tok", "norm_topk_prob")}
+        if self.output_router_logits:
+            each = 1 / sum(map(self._has_experts, range(1, self.num_hidden_layers + 1)))
+            router["aux_loss_coef"] = self.router_aux_loss_coef * self.num_experts_per_tok * each
+            router["z_loss_coef"] = self.router_z_loss_coef * each
         return replace(spec, mlp="experts", router=router, expert_size=self.moe_intermediate_size)
+
+    def _has_experts(self, layer_number):
+        return layer_number - 1 not in self.mlp_only_layers and layer_number % self.decoder_sparse_step == 0
 
 
 _KEYS = (
     "num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step",
-    "mlp_only_layers",
+    "mlp_only_layers", "output_router_logits", "router_aux_loss_coef",
 )  # fmt: skip
 FORMAT = replace(
     DENSE,
