@@ -20,7 +20,7 @@ def tensor_map(spec, config):
 def ignored_tensors(spec, names, config=None):
     """Those of the names of tensors that aren't parameters of the model, of this config if it is known, nor needed."""
     patterns = spec.hugging_face.ignored if spec.hugging_face else ()
-    if spec.hugging_face and config is not None and spec.tied(config):
+    if spec.hugging_face and getattr(config, "tie_word_embeddings", False):
         patterns += spec.hugging_face.tied_copies
     return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
 

@@ -91,7 +91,7 @@ class LlamaConfig:
             self._check_block_specs()
 
     divided_keys = "num_attention_heads", "key_value_size", "intermediate_size"  # by tensor_parallel
-    learns_positions = False
+    learns_positions, num_nextn_predict_layers = False, 0
 
     @property
     def key_value_size(self):

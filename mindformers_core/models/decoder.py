@@ -12,6 +12,7 @@ from mindformers_core.models.attention import GroupedAttention, KeyValueCache
 from mindformers_core.models.feed_forward import GatedMLP, PlainMLP, SparseMLP
 from mindformers_core.models.latent_attention import LatentAttention
 from mindformers_core.models.positions import places_seen
+from mindformers_core.models.prediction import IGNORED, PredictionHead, labels_behind
 from mindformers_core.models.rotary import rotary_tables
 from mindformers_core.models.spec import LayerRange, ModuleSpec, build_module
 from mindformers_core.tensor_parallel.fp8 import get_fp8_context
@@ -109,7 +110,7 @@ class Decoder(nn.Cell):
         self.layer_offset, self.is_first = part.offset, part.is_first
         self.embed_tokens, self.embed_positions, self.norm, self.cache_length = None, None, None, 0
         self.order = (0,)
-        if self.is_first or (part.is_last and config.tie_word_embeddings):
+        if self.is_first or (part.is_last and (config.tie_word_embeddings or config.num_nextn_predict_layers)):
             weight_init = Normal(config.initializer_range)
             self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, weight_init, dtype)
         if self.is_first and config.learns_positions:
@@ -132,17 +133,22 @@ class Decoder(nn.Cell):
         if self.is_first and self.embed_tokens is not None:
             hidden_states = self.embed_tokens(input_ids)
         length = input_ids.shape[1] if slots is None else self.cache_length
+        own, seen = self.seen(length, positions, places, slots, starts)
+        if self.embed_positions is not None:
+            hidden_states = ops.add(hidden_states, self.embed_positions(length, own))
+        for layer in self.layers.values():
+            hidden_states = layer(hidden_states, *seen, slots)
+        return hidden_states if self.norm is None else self.norm(hidden_states)
+
+    def seen(self, length, positions, places, slots=None, starts=None):
+        """Positions of tokens, see `places_seen`, and what layers need of them: rotary tables and ranges of places."""
         config, cosines, sines = self.config, None, None
         if config.rotary_size:
             cosines, sines = rotary_tables(length, config.rotary_size, config.rope_theta, config.rope_scaling)
         own, ranges = places_seen(length, self.order, positions, places, slots, starts)
         if own is not None and config.rotary_size:
             cosines, sines = ops.gather(cosines, own, 0), ops.gather(sines, own, 0)
-        if self.embed_positions is not None:
-            hidden_states = ops.add(hidden_states, self.embed_positions(length, own))
-        for layer in self.layers.values():
-            hidden_states = layer(hidden_states, cosines, sines, *ranges, slots)
-        return hidden_states if self.norm is None else self.norm(hidden_states)
+        return own, (cosines, sines, *ranges)
 
 
 class CausalDecoder(nn.Cell):
@@ -153,6 +159,9 @@ class CausalDecoder(nn.Cell):
     token in its own, which attention doesn't look beyond; tokens in another order than the row's have their `places`
     in it, likewise, or all rows have that of `share_sequences`. In a pipeline only the last stage has an output
     layer; the others return hidden states (batch, length, hidden_size), which replace ids as the input of the next.
+
+    In training `config.num_nextn_predict_layers` heads predict the tokens behind the next one. Their mean loss, times
+    `config.mtp_loss_factor`, is added to each label's; both are means over the model's own labels.
 
     After `add_caches` the model generates: a call also takes the slots of its positions (length,), the same for all
     rows, and of every row its first slot that isn't padding, `starts` (batch,); logits are those of the last position,
@@ -174,17 +183,28 @@ class CausalDecoder(nn.Cell):
             settings = {"weight_init": Normal(config.initializer_range), "dtype": getattr(ms, config.dtype)}
             self.lm_head = VocabParallelLinear(config.hidden_size, config.vocab_size, **settings)
         self.loss = VocabParallelCrossEntropy(loss=loss)
+        self.heads, self.head_loss = None, VocabParallelCrossEntropy(loss="sum")
+        if self.model.norm is not None and config.num_nextn_predict_layers:
+            first = config.num_hidden_layers
+            numbers = range(first, first + config.num_nextn_predict_layers)
+            made = ((str(number), PredictionHead(config, DecoderLayer(config, number + 1))) for number in numbers)
+            self.heads, self.head_factor = nn.CellDict(list(made)), config.mtp_loss_factor / len(numbers)
+
+    def decoder_layers(self):
+        """All decoder layers, those of heads last."""
+        heads = () if self.heads is None else self.heads.values()
+        return *self.model.layers.values(), *(head.layer for head in heads)
 
     def share_sequences(self, order, algorithm):
         """Say how ranks share every sequence: the order in which its equal chunks lie, labels and positions as well,
         unless `places` say it, see `static_order`; and the algorithm of attention, see `attention`."""
         self.model.order = order
-        for layer in self.model.layers.values():
+        for layer in self.decoder_layers():
             layer.self_attn.core_attention.algorithm = algorithm
 
     def share_heads(self, ranks, exchanged=1):
         """Say how many ranks share the heads of a layer, see `GroupedAttention`."""
-        for layer in self.model.layers.values():
+        for layer in self.decoder_layers():
             if hasattr(layer.self_attn, "share_heads"):
                 layer.self_attn.share_heads(ranks, exchanged)
 
@@ -218,13 +238,37 @@ class CausalDecoder(nn.Cell):
         hidden_states = self.model(input_ids, positions, places, slots, starts)
         if slots is not None and self.model.norm is not None:
             hidden_states = hidden_states[:, -1:]
-        if self.lm_head is not None:
-            logits = self.lm_head(hidden_states)
-        elif self.is_tied and self.model.norm is not None:
-            logits = vocabulary_logits(hidden_states, self.model.embed_tokens.weight)
-        else:
+        if self.model.norm is None:
             return hidden_states
-        return without_columns(logits, self.vocab_size) if labels is None else self.loss(logits, labels)
+        logits = self.logits(hidden_states)
+        if labels is None:
+            return without_columns(logits, self.vocab_size)
+        found = self.loss(logits, labels)
+        if self.heads is None or not self.training:
+            return found
+        further = ops.mul(self.head_losses(hidden_states, labels, positions, places), self.head_factor)
+        if isinstance(found, tuple):
+            return ops.add(found[0], further), found[1]
+        count = ops.sum(ops.cast(ops.not_equal(labels, IGNORED), ms.float32))
+        return ops.add(found, ops.div(further, count))
+
+    def logits(self, hidden_states):
+        """Those of normed hidden states, perhaps with columns of padding."""
+        if self.lm_head is not None:
+            return self.lm_head(hidden_states)
+        return vocabulary_logits(hidden_states, self.model.embed_tokens.weight)
+
+    def head_losses(self, hidden_states, labels, positions, places):
+        """The sum of the losses of all heads. What a head is told of the next token is its label, where one counts."""
+        _, seen = self.model.seen(labels.shape[1], positions, places)
+        total = None
+        for head in self.heads.values():
+            embedded = self.model.embed_tokens(ops.masked_fill(labels, ops.equal(labels, IGNORED), 0))
+            hidden_states = head(hidden_states, embedded, *seen)
+            labels = labels_behind(labels, seen[4])
+            loss, _ = self.head_loss(self.logits(hidden_states), labels)
+            total = loss if total is None else ops.add(total, loss)
+        return total
 
 
 def decoder_for_training(config, layers=None):

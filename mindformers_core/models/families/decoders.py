@@ -13,10 +13,15 @@ def decoder_spec(config, hugging_face, cell="mindformers_core.models.decoder:dec
         ignored={"labels": -100},
         inputs=("input_ids", "labels", "positions", "places"),
         boundary=lambda config, batch, length: tensor_meta((batch, length, config.hidden_size), config.dtype),
-        tied=lambda config: ("model.embed_tokens.weight",) if config.tie_word_embeddings else (),
+        tied=_tied,
         divided=_divided,
         hugging_face=hugging_face,
     )
+
+
+def _tied(config):
+    is_embedded_again = config.tie_word_embeddings or config.num_nextn_predict_layers
+    return ("model.embed_tokens.weight",) if is_embedded_again else ()
 
 
 def _divided(config):
@@ -26,8 +31,8 @@ def _divided(config):
     return list(dict.fromkeys(pairs))
 
 
-def expert_tensors(config):
-    """A tensor map of experts, of which files have each one's three weights."""
-    name = "model.layers.*.mlp.experts."
+def expert_tensors(config, layer="model.layers.*."):
+    """A tensor map of the experts of these layers, of which files have each one's three weights."""
+    name, ours = "model.layers.*.mlp.experts.", f"{layer}mlp.experts."
     halves = tuple(FileTensor(f"{name}#.{half}_proj.weight", (EACH, k), 2) for k, half in enumerate(("gate", "up")))
-    return (f"{name}gate_up_proj", halves), (f"{name}down_proj", (FileTensor(f"{name}#.down_proj.weight", (EACH,), 1),))
+    return (f"{ours}gate_up_proj", halves), (f"{ours}down_proj", (FileTensor(f"{name}#.down_proj.weight", (EACH,), 1),))

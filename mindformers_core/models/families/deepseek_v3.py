@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from mindformers_core.models.configuration import LlamaConfig
 from mindformers_core.models.families.decoders import decoder_spec, expert_tensors
 from mindformers_core.models.families.llama import FIXED, KEYS
-from mindformers_core.models.spec import HuggingFaceFormat
+from mindformers_core.models.spec import FileTensor, HuggingFaceFormat
 from mindformers_core.ranges import bounded
 
 
@@ -25,6 +25,9 @@ class DeepseekV3Config(LlamaConfig):
         n_shared_experts: as many experts' sizes has the block that all tokens go through; 0: there is none.
         moe_intermediate_size: size inside an expert.
         n_group, topk_group, norm_topk_prob, routed_scaling_factor: as of `RouterConfig`.
+        num_nextn_predict_layers: number of heads that predict tokens behind the next one; Hugging Face's files of the
+            model have one, which `transformers` leaves out. Default: none.
+        mtp_loss_factor: of their mean loss.
         others: as of `LlamaConfig`; `head_dim` is `qk_rope_head_dim`, as there.
     """
 
@@ -44,6 +47,8 @@ class DeepseekV3Config(LlamaConfig):
     topk_group: int = bounded(4, 1, 2**10)
     norm_topk_prob: bool = True
     routed_scaling_factor: float = bounded(2.5, above=0, at_most=1e4)
+    num_nextn_predict_layers: int = bounded(0, 0, 64)
+    mtp_loss_factor: float = bounded(0.3, 0, 1e4)
 
     divided_keys = "num_attention_heads", "intermediate_size"
 
@@ -63,18 +68,28 @@ class DeepseekV3Config(LlamaConfig):
         return replace(spec, mlp="experts", router=router, expert_size=size, shared_size=size * self.n_shared_experts)
 
 
+def _tensor_map(config):
+    """Heads are layers behind the last one in files, which repeat the embedding and the output layer."""
+    head, theirs = "heads.*.", "model.layers.*."
+    own = [(f"{head}{name}.weight", f"{theirs}{name}.weight") for name in ("enorm", "hnorm", "eh_proj")]
+    own += [(f"{head}norm.weight", f"{theirs}shared_head.norm.weight"), (f"{head}layer.*", f"{theirs}*")]
+    experts = *expert_tensors(config), *expert_tensors(config, f"{head}layer.")
+    return *experts, *((name, (FileTensor(tensor),)) for name, tensor in own)
+
+
 _ROUTER = "num_experts_per_tok", "n_group", "topk_group", "norm_topk_prob", "routed_scaling_factor"
 _KEYS = (
     "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "rope_interleave",
     "attention_bias", "first_k_dense_replace", "n_routed_experts", "n_shared_experts", "moe_intermediate_size",
-    *_ROUTER,
+    "num_nextn_predict_layers", *_ROUTER,
 )  # fmt: skip
 FORMAT = HuggingFaceFormat(
     "deepseek_v3",
     "DeepseekV3ForCausalLM",
     (*KEYS, *_KEYS),
     fixed=FIXED,
-    tensor_map=expert_tensors,
+    tensor_map=_tensor_map,
+    ignored=("model.layers.*.embed_tokens.weight", "model.layers.*.shared_head.head.weight"),
     tied_copies=("lm_head.weight",),
 )
 SPEC = decoder_spec(DeepseekV3Config, FORMAT)

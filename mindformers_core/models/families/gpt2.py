@@ -42,7 +42,7 @@ class GPT2Config:
     account_for_loss_in_pipeline_split: bool = False
 
     divided_keys = "num_attention_heads", "intermediate_size"
-    rotary_size, learns_positions = 0, True
+    rotary_size, learns_positions, num_nextn_predict_layers = 0, True, 0
 
     def __post_init__(self):
         if self.intermediate_size is None and type(self.hidden_size) is int:
