@@ -185,8 +185,7 @@ class CausalDecoder(nn.Cell):
         self.loss = VocabParallelCrossEntropy(loss=loss)
         self.heads, self.head_loss = None, VocabParallelCrossEntropy(loss="sum")
         if self.model.norm is not None and config.num_nextn_predict_layers:
-            first = config.num_hidden_layers
-            numbers = range(first, first + config.num_nextn_predict_layers)
+            numbers = range(config.num_hidden_layers, config.num_hidden_layers + config.num_nextn_predict_layers)
             made = ((str(number), PredictionHead(config, DecoderLayer(config, number + 1))) for number in numbers)
             self.heads, self.head_factor = nn.CellDict(list(made)), config.mtp_loss_factor / len(numbers)
 
@@ -261,14 +260,13 @@ class CausalDecoder(nn.Cell):
     def head_losses(self, hidden_states, labels, positions, places):
         """The sum of the losses of all heads. What a head is told of the next token is its label, where one counts."""
         _, seen = self.model.seen(labels.shape[1], positions, places)
-        total = None
+        losses = []
         for head in self.heads.values():
             embedded = self.model.embed_tokens(ops.masked_fill(labels, ops.equal(labels, IGNORED), 0))
             hidden_states = head(hidden_states, embedded, *seen)
             labels = labels_behind(labels, seen[4])
-            loss, _ = self.head_loss(self.logits(hidden_states), labels)
-            total = loss if total is None else ops.add(total, loss)
-        return total
+            losses.append(self.head_loss(self.logits(hidden_states), labels)[0])
+        return sum(losses[1:], losses[0])
 
 
 def decoder_for_training(config, layers=None):
