@@ -12,7 +12,7 @@ from mindformers_core.recipe.loader import load_recipe
 __all__ = ["CONFIGS", "LARGE", "with_figures"]
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
-LARGE = ("llama3_8b", "llama3_8b_128k", "llama3_70b")
+LARGE = ("llama3_8b", "llama3_8b_128k", "llama3_70b", "qwen3_30b_a3b")
 FIGURES = re.compile(r"^bytes on each rank.*?^  together[^\n]*\n.*?^(  recompute: [^\n]*\n)", re.M | re.S)
 
 

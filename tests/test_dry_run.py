@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.nightly import daily
 
 from mindformers_core.commands.command_line import main
 from mindformers_core.commands.dry_run import ParameterFact, RankFacts, report
@@ -56,7 +57,10 @@ def check_comment(name, said):
     assert name in make["LARGE"] and int(re.search(r"# +together .* fits in (\d+) GB", text)[1]) < 60
 
 
-@pytest.mark.parametrize("name", ["llama3_8b", pytest.param("llama3_8b_128k", marks=pytest.mark.nightly)])
+LARGE = "llama3_8b", "llama3_8b_128k", "qwen3_30b_a3b"
+
+
+@pytest.mark.parametrize("name", daily(LARGE[:1], LARGE))
 def test_figures_of_large_recipes_are_what_it_says(name, dry_run):
     """Of 70B: above. No scores of pairs of tokens are kept: activations are a few times the hidden states."""
     recipe = ROOT / "configs" / f"{name}.yaml"
