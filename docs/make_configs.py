@@ -12,8 +12,8 @@ from mindformers_core.recipe.loader import load_recipe
 __all__ = ["CONFIGS", "LARGE", "with_figures"]
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
-LARGE = ("llama3_8b", "llama3_8b_128k", "llama3_70b", "qwen3_30b_a3b")
-FIGURES = re.compile(r"^bytes on each rank.*?^  together[^\n]*\n.*?^(  recompute: [^\n]*\n)", re.M | re.S)
+LARGE = ("llama3_8b", "llama3_8b_128k", "llama3_70b", "qwen3_30b_a3b", "deepseek_v3")
+FIGURES = re.compile(r"^bytes on each rank.*?^  together[^\n]*\n.*?^( +recompute: [^\n]*\n)", re.M | re.S)
 
 
 def with_figures(recipe, text):
@@ -23,7 +23,7 @@ def with_figures(recipe, text):
     lines = [
         f"What it says of each of {ranks} ranks, bytes (made by docs/make_configs.py):",
         *bytes_on_a_rank,
-        found[1],
+        f"  {found[1].strip()}",
     ]
     comment = "".join(f"# {line.rstrip()}\n" for line in lines)
     head, blank, sections = recipe.partition("\n\n")

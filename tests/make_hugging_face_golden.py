@@ -29,6 +29,9 @@ MODELS = {
         "model_type": "qwen3_moe", "head_dim": 4, "num_experts": 4, "num_experts_per_tok": 2,
         "moe_intermediate_size": 8, "norm_topk_prob": True, "decoder_sparse_step": 2,
     },
+    "mixtral": COMMON | {
+        "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.0,
+    },
     "gpt2": {
         "model_type": "gpt2", "vocab_size": 256, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 64,
         "initializer_range": 0.5, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0,

@@ -57,7 +57,7 @@ def check_comment(name, said):
     assert name in make["LARGE"] and int(re.search(r"# +together .* fits in (\d+) GB", text)[1]) < 60
 
 
-LARGE = "llama3_8b", "llama3_8b_128k", "qwen3_30b_a3b"
+LARGE = "llama3_8b", "llama3_8b_128k", "qwen3_30b_a3b", "deepseek_v3"
 
 
 @pytest.mark.parametrize("name", daily(LARGE[:1], LARGE))

@@ -27,7 +27,7 @@ from mindformers_core.trainer.trainer import Trainer
 
 _MOMENT = "adamw.moment1."
 GOLDEN = Path(__file__).parent / "golden"
-NAMES = "llama_tied", "llama_untied", "qwen3", "gpt2", "qwen3_moe", "deepseek_v3"
+NAMES = "llama_tied", "llama_untied", "qwen3", "gpt2", "qwen3_moe", "mixtral", "deepseek_v3"
 DP_AND_TP = mesh(dp=2, tp=2, zero_level=2, zero_threshold_kb=0)
 PIPELINE = [*mesh(pp=2, tp=2), "training.local_batch_size=4"]
 ZERO_3 = [*mesh(dp=2, tp=2, zero_level=3, zero_threshold_kb=0), "recompute=true"]

@@ -5,11 +5,13 @@ from types import MappingProxyType
 
 from mindformers_core.hints import nearest
 from mindformers_core.lazy_exports import import_object
-from mindformers_core.models.families import deepseek_v3, gpt2, llama, qwen3, qwen3_moe
+from mindformers_core.models.families import deepseek_v3, gpt2, llama, mixtral, qwen3, qwen3_moe
 from mindformers_core.models.spec import ModelSpec
 
 DEFAULT_MODEL = "llama"
-_FAMILIES = {"qwen3": qwen3, "qwen3_moe": qwen3_moe, "gpt2": gpt2, "deepseek_v3": deepseek_v3}
+_FAMILIES = {
+    "qwen3": qwen3, "qwen3_moe": qwen3_moe, "mixtral": mixtral, "gpt2": gpt2, "deepseek_v3": deepseek_v3,
+}  # fmt: skip
 MODELS = MappingProxyType({DEFAULT_MODEL: llama.SPEC} | {name: family.SPEC for name, family in _FAMILIES.items()})
 
 

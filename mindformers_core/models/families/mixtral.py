@@ -1,0 +1,58 @@
+"""Mixtral (Jiang et al., "Mixtral of experts", 2024): a Llama whose feed-forward blocks are experts. Pure Python."""
+
+from dataclasses import dataclass, replace
+
+from mindformers_core.models.configuration import LlamaConfig
+from mindformers_core.models.families.decoders import decoder_spec
+from mindformers_core.models.families.llama import FIXED, KEYS
+from mindformers_core.models.spec import EACH, FileTensor, HuggingFaceFormat
+from mindformers_core.ranges import bounded
+
+
+@dataclass(frozen=True)
+class MixtralConfig(LlamaConfig):
+    """Configuration of a Mixtral; defaults as `transformers` has them.
+
+    Attributes:
+        num_local_experts, num_experts_per_tok: number of experts of a layer, and of those that each token goes to.
+        intermediate_size: size inside an expert.
+        others: as of `LlamaConfig`.
+    """
+
+    intermediate_size: int = bounded(14336, 1, 2**22)
+    num_key_value_heads: int | None = bounded(8, 1, 2**14)
+    rms_norm_eps: float = bounded(1e-5, above=0, at_most=1)
+    rope_theta: float = bounded(1e6, above=0, at_most=1e12)
+    num_local_experts: int = bounded(8, 1, 2**16)
+    num_experts_per_tok: int = bounded(2, 1, 2**10)
+
+    divided_keys = "num_attention_heads", "key_value_size"
+
+    def layer_spec(self, layer_number):
+        """The `LayerSpec` of the decoder layer with this number in the whole model, from 1."""
+        router = {"num_experts": self.num_local_experts, "num_experts_per_tok": self.num_experts_per_tok}
+        return replace(
+            super().layer_spec(layer_number), mlp="experts", router=router, expert_size=self.intermediate_size
+        )
+
+
+def _tensor_map(config):
+    ours, theirs = "model.layers.*.mlp.", "model.layers.*.block_sparse_moe."
+    halves = tuple(FileTensor(f"{theirs}experts.#.w{name}.weight", (EACH, half), 2) for half, name in enumerate((1, 3)))
+    return (
+        (f"{ours}gate.weight", (FileTensor(f"{theirs}gate.weight"),)),
+        (f"{ours}experts.gate_up_proj", halves),
+        (f"{ours}experts.down_proj", (FileTensor(f"{theirs}experts.#.w2.weight", (EACH,), 1),)),
+    )
+
+
+FORMAT = HuggingFaceFormat(
+    "mixtral",
+    "MixtralForCausalLM",
+    (*KEYS, "num_local_experts", "num_experts_per_tok"),
+    fixed=FIXED | {"sliding_window": None},
+    written={"router_jitter_noise": 0.0},
+    tensor_map=_tensor_map,
+    tied_copies=("lm_head.weight",),
+)
+SPEC = decoder_spec(MixtralConfig, FORMAT)
