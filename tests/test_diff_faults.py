@@ -147,7 +147,7 @@ FAULTS = {
     "a dropped residual": (
         TP, Planted(LAYER, "add = add_op(hidden_states_2, mlp)", source="mlp"), ("value", LAYER, "Add"),
     ),
-    "a stale buffer": (TP, Planted(NORM, "rms_norm", stale()), ("value", NORM, "RMSNorm")),
+    "a stale buffer": (TP, Planted(NORM, "rms_norm_2", stale()), ("value", NORM, "RMSNorm")),
     "a stale rotary table": (TP, _stale_constant, ("value", "model.layers.0.self_attn", "Rotary")),
     "a value that is not a number": (TP, Planted(MLP, "mul", at_one_place(np.nan), (1,)), ("value", MLP, "Mul")),
     "a missing all-reduce": (
