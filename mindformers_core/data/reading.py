@@ -51,8 +51,7 @@ def micro_batch(recipe, net, stage=0):
     first, *others = (tensor_meta((rows, *each.shape[1:]), each.dtype) for each in sample_arrays(recipe))
     firsts = (first,)
     if stage > 0:
-        found = recipe.spec.boundary(recipe.model, rows, recipe.train_dataset.seq_length)
-        first, *more = found if isinstance(found, tuple) else (found,)
+        first, *more = _passed(recipe, rows)
         firsts = tensor_meta(first.shape, recipe.precision.compute or first.dtype), *more
     names = [*tree_of(net).boundaries[""].arguments[: len(firsts)]]
     names += [_name(recipe, net, 1 + place) for place in range(len(others))]
@@ -61,6 +60,16 @@ def micro_batch(recipe, net, stage=0):
         layout = tree_of(net).boundaries[""].arriving_layout(name, len(each.shape))
         given.append(tensor_meta(layout.local_shape(each.shape, f"array {place} of a batch"), each.dtype))
     return tuple(given)
+
+
+def passed_count(recipe, stage):
+    """Of the arguments of a stage with this number, how many the stage before gives; 1: the first stage's array."""
+    return len(_passed(recipe, 1)) if stage > 0 else 1
+
+
+def _passed(recipe, rows):
+    found = recipe.spec.boundary(recipe.model, rows, recipe.train_dataset.seq_length)
+    return found if isinstance(found, tuple) else (found,)
 
 
 def _name(recipe, net, place):

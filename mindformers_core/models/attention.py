@@ -66,7 +66,10 @@ class GroupedAttention(nn.Cell):
     def construct(self, hidden_states, cosines, sines, first, last, places, order, exact, slots=None):
         batch, length, _ = hidden_states.shape
         query = ops.reshape(self.q_proj(hidden_states), (batch, length, self.num_heads, self.head_dim))
-        key, value = self.own_heads(self.k_proj(hidden_states)), self.own_heads(self.v_proj(hidden_states))
+        shape = batch, length, self.num_key_value_heads, self.head_dim
+        key, value = ops.reshape(self.k_proj(hidden_states), shape), ops.reshape(self.v_proj(hidden_states), shape)
+        if self.copies > 1:
+            key, value = _copied(key, self.copies), _copied(value, self.copies)
         if self.q_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         if self.is_rotary:
@@ -75,15 +78,12 @@ class GroupedAttention(nn.Cell):
             key, value = self.cache(key, value, slots)
         return self.o_proj(self.core_attention(query, key, value, first, last, places, order, exact))
 
-    def own_heads(self, x):
-        """(batch, length, key_value_heads * head_dim) as (batch, length, heads, head_dim), copies side by side."""
-        batch, length, _ = x.shape
-        heads, copies, size = self.num_key_value_heads, self.copies, self.head_dim
-        x = ops.reshape(x, (batch, length, heads, size))
-        if copies == 1:
-            return x
-        x = ops.broadcast_to(ops.expand_dims(x, 3), (batch, length, heads, copies, size))
-        return ops.reshape(x, (batch, length, heads * copies, size))
+
+def _copied(x, copies):
+    """Copies of each head of (batch, length, heads, size), side by side."""
+    batch, length, heads, size = x.shape
+    x = ops.broadcast_to(ops.expand_dims(x, 3), (batch, length, heads, copies, size))
+    return ops.reshape(x, (batch, length, heads * copies, size))
 
 
 class CoreAttention(nn.Cell):

@@ -281,11 +281,11 @@ class CausalDecoder(nn.Cell):
         logits = self.logits(hidden_states)
         if labels is None:
             return without_columns(logits, self.vocab_size)
-        found = self.loss(logits, labels)
+        loss = self.loss(logits, labels)
         if self.heads is not None and self.training:
             further = ops.mul(self.head_losses(hidden_states, labels, positions, places), self.head_factor)
-            found = self._with_heads(found, labels, further)
-        return self._with_routers(found, routed) if self.routers else found
+            loss = self._with_heads(loss, labels, further)
+        return self._with_routers(loss, routed) if self.routers else loss
 
     def _with_heads(self, found, labels, further):
         """The results with the losses of heads, a sum over labels, added."""
@@ -297,8 +297,10 @@ class CausalDecoder(nn.Cell):
     def logits(self, hidden_states):
         """Those of normed hidden states, perhaps with columns of padding."""
         if self.lm_head is not None:
-            return self.lm_head(hidden_states)
-        return vocabulary_logits(hidden_states, self.model.embed_tokens.weight)
+            logits = self.lm_head(hidden_states)
+        else:
+            logits = vocabulary_logits(hidden_states, self.model.embed_tokens.weight)
+        return logits
 
     def head_losses(self, hidden_states, labels, positions, places):
         """The sum of the losses of all heads. What a head is told of the next token is its label, where one counts."""

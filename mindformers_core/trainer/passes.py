@@ -4,7 +4,7 @@ from contextlib import ExitStack
 
 import mindspore as ms
 
-from mindformers_core.data.reading import micro_batch, sample_arrays
+from mindformers_core.data.reading import micro_batch, passed_count
 from mindformers_core.dtypes import dtype_name
 from mindformers_core.operators.signature import tensor_meta
 from mindformers_core.pipeline import PipelineScheduleMulti, PipelineStage
@@ -40,9 +40,8 @@ def pipeline_passes(recipe, mesh, cells, loss_scale):
         others = arrays[first:]
         return (*arrays[:first], *others[len(names) :]), dict(zip(names, others))
 
-    count = len(sample_arrays(recipe))
     metas = {index: _computed(micro_batch(recipe, net, index)) for index, net in cells.items()}
-    given = {index: arguments(found, 1 + len(found) - count) for index, found in metas.items()}
+    given = {index: arguments(found, passed_count(recipe, index)) for index, found in metas.items()}
     schedule.meet().make_programs(schedule.table, given)
     _check_result(recipe, stages[-1])
 
