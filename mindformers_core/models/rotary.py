@@ -6,17 +6,8 @@ import mindspore as ms
 import numpy as np
 from mindspore import ops
 
-from mindformers_core.algorithms.rows import rotate
-from mindformers_core.dtensor.interception import custom_operator
 from mindformers_core.models.rope_scaling import rotary_frequencies
-from mindformers_core.operators import register_operator
-from mindformers_core.operators.rules.fused import rotary_embedding
-from mindformers_core.operators.saved import SavedByOperator
-
-register_operator(
-    "Rotary", source="mindformers_core.algorithms.rows.rotate", saves=SavedByOperator((1, 2)), operations=3
-)(rotary_embedding)
-_rotate = custom_operator("Rotary", rotate)
+from mindformers_core.tensor_parallel.layers import cast_to
 
 
 @ops.constexpr
@@ -40,7 +31,10 @@ def apply_rotary(x, cosines, sines):
     Returns:
         A tensor of the shape and dtype of x; computed in float32.
     """
-    return _rotate(x, cosines, sines)
+    wide = cast_to(x, ms.float32)
+    first, second = ops.split(wide, x.shape[-1] // 2, -1)
+    turned = ops.concat((ops.neg(second), first), -1)
+    return cast_to(ops.add(ops.mul(wide, cosines), ops.mul(turned, sines)), x.dtype)
 
 
 @lru_cache(maxsize=8)
