@@ -297,10 +297,8 @@ class CausalDecoder(nn.Cell):
     def logits(self, hidden_states):
         """Those of normed hidden states, perhaps with columns of padding."""
         if self.lm_head is not None:
-            logits = self.lm_head(hidden_states)
-        else:
-            logits = vocabulary_logits(hidden_states, self.model.embed_tokens.weight)
-        return logits
+            return self.lm_head(hidden_states)
+        return vocabulary_logits(hidden_states, self.model.embed_tokens.weight)
 
     def head_losses(self, hidden_states, labels, positions, places):
         """The sum of the losses of all heads. What a head is told of the next token is its label, where one counts."""
