@@ -132,9 +132,12 @@ def _dataset(arrays):
 
 def _passes(inputs, plan, slope, names):
     """The passes of a subject of `simulate`: every one of the micro-batches of every run, of all dp ranks together."""
+
+    def slopes(found):  # of the loss alone
+        return [np.full_like(each, 0 if place else slope) for place, each in enumerate(found)]
+
     passes, parts = [], zip(*(array.reshape(-1, plan.rows, *array.shape[2:]) for array in inputs))
     for (run, number), (first, *others) in zip(np.ndindex(plan.runs, plan.micro_batches), parts, strict=True):
         named = dict(zip(names[1:], others, strict=True))
-        slopes = lambda found: [np.full_like(each, 0 if place else slope) for place, each in enumerate(found)]  # noqa: E731
         passes.append(((number, run, 0), (first,), named, slopes))
     return passes

@@ -155,6 +155,8 @@ class Router(nn.Cell):
 
     def _loss(self, logits, scores, chosen, counts, counted):
         config, loss, dims = self.config, ops.zeros((), ms.float32), tuple(range(scores.ndim - 1))
+        if not (config.aux_loss_coef or config.seq_aux_loss_coef or config.z_loss_coef):
+            return loss
         share = scores if config.scores == "softmax" else ops.div(scores, ops.sum(scores, -1, keepdim=True))
         square = ops.square(ops.logsumexp(logits, -1))
         if counted is not None:
