@@ -4,12 +4,12 @@ MindSpore looks up `__fallback__` of a Tensor subclass at every operator call. T
 whose first tensor is a plain one looks up `Tensor.__fallback__`; and a few primitives have no such look-up.
 """
 
-from functools import partial, wraps
+from functools import wraps
 
 from mindspore import Parameter, Tensor, ops
 
 from mindformers_core import mindspore_private as private
-from mindformers_core.algorithms.compiled import in_graph
+from mindformers_core.algorithms.custom import is_dispatched, operator_named
 from mindformers_core.algorithms.draws import draw_whole
 from mindformers_core.algorithms.dropout import WITHOUT_SEEDS
 from mindformers_core.communication.world import process_state
@@ -37,40 +37,6 @@ class PlainTensorFallback:
         if issubclass(owner, Parameter):
             raise AttributeError("__fallback__")
         return self.dispatcher
-
-
-def _operator(name, function):
-    """A function of tensors, in the form in which MindSpore hands operators to `__fallback__`."""
-    operator = partial(function)
-    operator.name = name
-    return operator
-
-
-def custom_operator(name, function):
-    """A function of tensors as one operator, which has a rule of its own: `register_operator(name, source=…)`.
-
-    >>> scale = custom_operator("MyScale", my_package.scale)  # called by models; on one card it is the function
-
-    Args:
-        name: of the operator.
-        function: the computation of one rank on its parts, of operators of MindSpore; positional arguments only. For
-            generated code, also under `jit`, `source` must name this function.
-
-    Returns:
-        A function for a Cell's `construct`: a call with plain tensors runs `function`; a call with DTensors, or with
-        the traced tensors of a capture, is dispatched as that of an operator.
-    """
-    operator = _operator(name, function)
-
-    def call(*args):
-        if in_graph():  # of one card: a capture has other programs compiled
-            return function(*args)
-        for tensor in args:
-            if _is_dispatched(tensor):
-                return tensor.__fallback__(operator, args, {})
-        return function(*args)
-
-    return call
 
 
 @once
@@ -105,7 +71,7 @@ def _drawing(call):
 
     @wraps(call)  # its parameters are asked for
     def drawing_call(self, *args, **kwargs):
-        if not process_state().memo(__name__).get("draws") or any(map(_is_dispatched, args)):
+        if not process_state().memo(__name__).get("draws") or any(map(is_dispatched, args)):
             return call(self, *args, **kwargs)
         if facts_of(self.name).rule is None:
             return composed(self.name, args, kwargs, self)
@@ -134,7 +100,7 @@ def _assigning(in_place, function):
     """`plain += other`, which makes a new tensor where the other one is dispatched, as one card does on CPU."""
 
     def assigning(tensor, other):
-        return (function if type(tensor) is Tensor and _is_dispatched(other) else in_place)(tensor, other)
+        return (function if type(tensor) is Tensor and is_dispatched(other) else in_place)(tensor, other)
 
     return assigning
 
@@ -143,7 +109,7 @@ def _without_branch(function):
     """The cross-entropy of `mint`: a mean for smoothed labels is a quotient, without a branch on the sum of weights."""
 
     def cross_entropy(x, labels, weight, ignore_index, reduction, smoothing, *dims):
-        if not smoothing or reduction != "mean" or not _is_dispatched(x):
+        if not smoothing or reduction != "mean" or not is_dispatched(x):
             return function(x, labels, weight, ignore_index, reduction, smoothing, *dims)
         loss = function(x, labels, weight, ignore_index, "sum", smoothing, *dims)
         counted = ops.cast(ops.not_equal(labels, ignore_index), labels.dtype)
@@ -158,7 +124,7 @@ def _of_values(make):
 
     @wraps(make)
     def made(self, input_data=None, *args, **kwargs):
-        if _is_dispatched(input_data):
+        if is_dispatched(input_data):
             input_data = input_data._whole("Tensor(x), where x or ops.stop_gradient(x) would do,")
         make(self, input_data, *args, **kwargs)
 
@@ -200,17 +166,12 @@ def refused(*_, **__):
     )
 
 
-def _is_dispatched(tensor):
-    """Whether a value is a `DTensor`, or a traced tensor of a capture."""
-    return isinstance(tensor, Tensor) and "__fallback__" in vars(type(tensor)) and type(tensor) is not Tensor
-
-
 def _dispatching(call):
     """A `__call__` that passes calls with dispatched tensors on, and runs all others itself."""
 
     def dispatching_call(self, *args):
-        for tensor in filter(_is_dispatched, tree_leaves(args, Tensor)):
-            operator = _operator(self.name, lambda primitive, _, local: call(primitive, *local))
+        for tensor in filter(is_dispatched, tree_leaves(args, Tensor)):
+            operator = operator_named(self.name, lambda primitive, _, local: call(primitive, *local))
             return tensor.__fallback__(operator, (self, self.name, args))
         return call(self, *args)
 

@@ -72,7 +72,7 @@ class _FunctionWriter:
         parameters = self._parameters()
         for use in graph.parameters:
             self._enter_parameter(use)
-        lifted = _lifted_names(plan)
+        lifted = [self.names.keep(name) for name in _lifted_names(plan)]
         self.variables.update(zip(((value.id, layout) for value, layout in plan.lifted), lifted))
         for constant in graph.constants:
             self._enter(constant.value, self.module.constant(plan, constant))

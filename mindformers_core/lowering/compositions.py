@@ -10,13 +10,21 @@ from functools import partial
 import numpy as np
 from mindspore import Tensor, dtype as mstype, mint, ops
 
+from mindformers_core.algorithms.batch_norm import (
+    channel_factors,
+    gradient_of_parts,
+    norm_of_parts,
+    trained_batch_norm,
+)
 from mindformers_core.lowering import constant_sizes as sizes
 from mindformers_core.lowering.draws import DRAWN
 from mindformers_core.lowering.in_place import scatter_update, written
 from mindformers_core.lowering.indexing import index_tensor
 from mindformers_core.lowering.split_lookup import split_by_attribute
 from mindformers_core.mindspore_private import RecurrentLayers, type_id_to_type
+from mindformers_core.operators import Algorithm, register_algorithm
 from mindformers_core.operators.registry import facts_of, register_operator
+from mindformers_core.operators.rules import normalization as rules
 
 
 def batch_norm(x, scale, bias, mean, variance, is_training=False, epsilon=1e-5, momentum=0.1, data_format=0):
@@ -34,22 +42,17 @@ def batch_norm_ext(x, scale=None, bias=None, mean=None, variance=None, training=
 def _normalised(x, scale, bias, mean, variance, is_training, momentum, epsilon):
     """The result, and the mean and the variance of every channel, in float32 where `x` is narrower."""
     wide = x if x.dtype in (mstype.float32, mstype.float64) else ops.cast(x, mstype.float32)
-    center, spread, channels = mean, variance, (1, -1) + (1,) * (x.ndim - 2)
-    if is_training:
-        dims = (0, *range(2, x.ndim))
-        shown = mint.mean(wide, dims, keepdim=True)  # in the form in which all ranks need the sum, for one all-reduce
-        centered, center = wide - shown, ops.reshape(shown, (-1,))
-        spread = mint.mean(ops.square(centered), dims)
-        if mean is not None:
-            count = math.prod(x.shape) // x.shape[1]
-            ops.assign(mean, mean * (1 - momentum) + ops.cast(center * momentum, mean.dtype))
-            unbiased = spread * (momentum * count / max(count - 1, 1))
-            ops.assign(variance, variance * (1 - momentum) + ops.cast(unbiased, variance.dtype))
-    else:
-        centered = wide - ops.reshape(center, channels)
-    factor = ops.rsqrt(spread + epsilon) if scale is None else ops.rsqrt(spread + epsilon) * scale
-    y = centered * ops.reshape(factor, channels)
-    y = y if bias is None else y + ops.reshape(bias, channels)
+    scale = ops.ones(x.shape[1], wide.dtype) if scale is None else ops.cast(scale, wide.dtype)
+    bias = ops.zeros(x.shape[1], wide.dtype) if bias is None else ops.cast(bias, wide.dtype)
+    if not is_training:
+        factor = ops.rsqrt(variance + epsilon) * scale
+        return ops.cast(channel_factors(wide, factor, bias, mean), x.dtype), mean, variance
+    y, center, spread = trained_batch_norm(wide, scale, bias, epsilon)
+    if mean is not None:
+        count = math.prod(x.shape) // x.shape[1]
+        ops.assign(mean, mean * (1 - momentum) + ops.cast(center * momentum, mean.dtype))
+        unbiased = spread * (momentum * count / max(count - 1, 1))
+        ops.assign(variance, variance * (1 - momentum) + ops.cast(unbiased, variance.dtype))
     return ops.cast(y, x.dtype), center, spread
 
 
@@ -154,6 +157,14 @@ _DECOMPOSITIONS = {  # function of an operator's arguments, and names of a primi
     "MatrixSetDiagV3": sizes.matrix_set_diag,
     "MirrorPad": (sizes.mirrored, "mode"),
 }
+register_algorithm(
+    Algorithm("batch_norm", "means and variances over all parts", False, norm_of_parts, gradient_of_parts, True)
+)
+_SOURCE = "mindformers_core.algorithms.batch_norm"
+register_operator("ChannelFactors", source=f"{_SOURCE}.apply_factors", operations=3)(rules.channel_factors)
+register_operator(
+    "TrainedBatchNorm", source=f"{_SOURCE}.train_norm", operations=7, algorithms=("batch_norm",)
+)(rules.trained_batch_norm)  # fmt: skip
 for _draws, _table in ((False, _DECOMPOSITIONS), (True, DRAWN)):
     for _name, _entry in _table.items():
         _function, _attributes = _entry if isinstance(_entry, tuple) else (_entry, "")

@@ -14,7 +14,7 @@ _EXPORTS = {
     ".lowering.split_lookup": "manual_split",
     ".padding": "with_padding",
     ".dtensor.dtensor": "DTensor distribute_tensor",
-    ".dtensor.interception": "custom_operator",
+    ".algorithms.custom": "custom_operator",
     ".sharding.inspecting": "explain prepare programs",
     ".sharding.shard": "ShardConfig full_parameters shard",
     ".sharding.compiling": "jit",

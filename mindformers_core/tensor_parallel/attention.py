@@ -4,7 +4,7 @@ from mindspore import ops
 
 from mindformers_core.algorithms.attention import attend
 from mindformers_core.algorithms.attention_dropout import DRAW_BITS
-from mindformers_core.dtensor.interception import custom_operator
+from mindformers_core.algorithms.custom import custom_operator
 from mindformers_core.operators import Algorithm, register_algorithm, register_operator
 from mindformers_core.operators.registry import NO_GRADIENT
 from mindformers_core.operators.rules import attention as rules

@@ -14,8 +14,8 @@ from mindspore import Tensor, dtype as mstype, ops
 
 from mindformers_core.algorithms.attention import output_delta, score_dtype
 from mindformers_core.algorithms.attention_parts import add_part, part_gradient
+from mindformers_core.algorithms.custom import custom_operator
 from mindformers_core.algorithms.fused_attention import fits_kernel
-from mindformers_core.dtensor.interception import custom_operator
 from mindformers_core.operators.sequence_exchange import chunk_blocks, chunk_order, exchanges
 
 _add_part = custom_operator("AttentionPart", add_part)

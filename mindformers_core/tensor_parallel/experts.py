@@ -12,7 +12,7 @@ import numpy as np
 from mindspore import Tensor, ops
 
 from mindformers_core.algorithms import experts as parts
-from mindformers_core.dtensor.interception import custom_operator
+from mindformers_core.algorithms.custom import custom_operator
 from mindformers_core.hints import nearest
 from mindformers_core.layout import Layout
 from mindformers_core.operators import Algorithm, register_algorithm, register_operator

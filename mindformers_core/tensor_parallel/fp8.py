@@ -13,8 +13,8 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
 
+from mindformers_core.algorithms.custom import custom_operator
 from mindformers_core.communication.world import process_state
-from mindformers_core.dtensor.interception import custom_operator
 from mindformers_core.hints import nearest
 from mindformers_core.layout import Layout
 from mindformers_core.lazy_exports import import_object

@@ -61,6 +61,17 @@ def group_norm(x, num_groups, weight=None, bias=None, eps=1e-5):
     return equation(text, x, *given, sizes={"g": num_groups}, distributed=planes, local=LocalCall(localize=localize))
 
 
+def channel_factors(x, factor, shift, center):
+    """Every channel by its own numbers. The operator `ChannelFactors`."""
+    return equation("n c ..., c, c, c -> n c ...", x, factor, shift, center)
+
+
+def trained_batch_norm(x, scale, bias, epsilon):
+    """Every channel normalised over all else: the result, mean and variance. The operator `TrainedBatchNorm`."""
+    others = {name: "batch_norm" for name in ("n", *(f"d{dim}" for dim in range(x.ndim - 2)))}
+    return equation("n c ..., c, c -> n c ..., c, c", x, scale, bias, distributed=others)
+
+
 @register_operator("AddRmsNorm", "AddLayerNormV2", operations=8)
 def add_norm(x, other, gamma, *others):
     """The norm of a sum over the dims of `gamma`: the result, its statistics, and the sum."""
