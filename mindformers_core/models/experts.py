@@ -12,7 +12,7 @@ from mindspore.common.initializer import Normal, initializer
 from mindformers_core.hints import nearest
 from mindformers_core.layout import layout
 from mindformers_core.ranges import bounded, check_fields
-from mindformers_core.tensor_parallel.experts import experts
+from mindformers_core.tensor_parallel.experts import experts, within_capacity
 from mindformers_core.tensor_parallel.layers import cast_to
 
 _SCORES = ("softmax", "sigmoid")
@@ -226,7 +226,8 @@ class RoutedExperts(nn.Cell):
 
 class MixtureOfExperts(nn.Cell):
     """Hidden states (…, hidden_size) → what a token's experts make of it, of the same shape; the router's loss; and
-    how many choices each expert has got; with `counted` as of `Router`.
+    how many choices each expert has got (E,), with a capacity also how many are dropped (E + 1,); with `counted` as of
+    `Router`.
 
     Args:
         router, experts: a `Router` and `RoutedExperts`.
@@ -246,7 +247,13 @@ class MixtureOfExperts(nn.Cell):
             if self.shared_expert_gate is not None:
                 shared = ops.mul(shared, ops.sigmoid(self.shared_expert_gate(hidden_states)))
             output = ops.add(output, shared)
-        return output, loss, counts
+        return output, loss, counts if self.experts.capacity is None else self._with_dropped(counts, ids, counted)
+
+    def _with_dropped(self, counts, ids, counted):
+        kept = within_capacity(ids, self.gate.config.num_experts, self.experts.capacity)
+        dropped = ops.sum(ops.cast(ops.not_equal(kept, ids), ms.float32), -1)
+        dropped = ops.sum(dropped if counted is None else ops.mul(dropped, counted))
+        return ops.cat((counts, ops.reshape(dropped, (1,))))
 
 
 def balanced(bias, counts, rate):

@@ -23,6 +23,7 @@ from mindformers_core.scopes import errors_at
 MESH_AXES = ("pp", "dp", "cp", "tp")
 _STRATEGIES = {"full_batch": [], "data_parallel": ["dp"]}  # layouts of an array
 _RANKS, _MANY = 2**17, MOST_STEPS  # the most on an axis, and altogether; the most steps, or sequences of a step
+_AXES = {"remark": ", names of mesh axes, as [dp] or [cp, tp]: the ranks along them share experts"}
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,8 @@ class Parallelism:
     # of attention: keys and values gathered, or sent round, or heads cut in the sequence's place; auto: by price
     context_parallel_algorithm: Literal["auto", "gather", "ring", "all_to_all"] = "auto"
     context_parallel_balance: Literal["zigzag", "contiguous", "area"] = "zigzag"  # whose tokens: docs/data.md
-    expert_parallel: tuple[str, ...] = ()  # mesh axes that share the experts of a layer: of dp, cp and tp
-    expert_tensor_parallel: tuple[str, ...] = ()  # other ones of these, which cut each expert
+    expert_parallel: tuple[str, ...] = field(default=(), metadata=_AXES)  # of dp, cp, tp: share a layer's experts
+    expert_tensor_parallel: tuple[str, ...] = field(default=(), metadata=_AXES)  # other ones, which cut each
     pipeline_parallel: int = bounded(1, 1, 1024)  # ranks that layers are divided among; at 1 the keys below are ignored
     pipeline_parallel_schedule: str = "1f1b"  # a name of `SCHEDULES`, or the import path of a user's class
     # number of layers of every stage, of all ranks and chunks; default: equal
