@@ -221,7 +221,7 @@ def _by_ancestor(declarations):
     """Path of a Cell -> the declarations of the Cell and those below, by relative path, in a comparable form."""
     pairs = []
     for path, declaration in declarations.items():
-        segments = path.split(".") if path else []
+        segments, shown = path.split(".") if path else [], repr(declaration)
         ways = ((".".join(segments[:end]), ".".join(segments[end:])) for end in range(len(segments) + 1))
-        pairs += [(ancestor, (relative, repr(declaration))) for ancestor, relative in ways]
+        pairs += [(ancestor, (relative, shown)) for ancestor, relative in ways]
     return {path: tuple(sorted(entries)) for path, entries in grouped(pairs).items()}
