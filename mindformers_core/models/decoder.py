@@ -4,14 +4,14 @@ Parameters are called as in Hugging Face's Llama.
 """
 
 import mindspore as ms
-from mindspore import Parameter, nn, ops
-from mindspore.common.initializer import Normal, initializer
+from mindspore import nn, ops
+from mindspore.common.initializer import Normal
 
 from mindformers_core.layout import layout
 from mindformers_core.models.attention import GroupedAttention, KeyValueCache
 from mindformers_core.models.feed_forward import GatedMLP, PlainMLP, SparseMLP
 from mindformers_core.models.latent_attention import LatentAttention
-from mindformers_core.models.positions import places_seen
+from mindformers_core.models.positions import LearnedPositions, places_seen
 from mindformers_core.models.prediction import IGNORED, PredictionHead, labels_behind
 from mindformers_core.models.rotary import rotary_tables
 from mindformers_core.models.spec import LayerRange, ModuleSpec, build_module, routed_layers
@@ -69,28 +69,6 @@ def _pushed(routed, loss, counts):
     """What routers say, one behind the other, of the last ones: it is as long for all layers, which are one program."""
     own = ops.cat((ops.reshape(loss, (1,)), counts))
     return ops.cat((ops.narrow(routed, 0, own.shape[0], routed.shape[0] - own.shape[0]), own))
-
-
-class LearnedPositions(nn.Cell):
-    """Rows of a table for positions (batch, length) or (length,) → (…, hidden_size); None are 0 … length - 1.
-
-    Args:
-        config: as a `LlamaConfig`.
-
-    Attributes:
-        weight: shape (max_position_embeddings, hidden_size), whole on every rank.
-    """
-
-    def __init__(self, config):
-        super().__init__()
-        shape, dtype = (config.max_position_embeddings, config.hidden_size), getattr(ms, config.dtype)
-        self.weight = Parameter(initializer(Normal(config.initializer_range), shape, dtype))
-
-    def shard(self, config=None):
-        return None, None, layout(None, None)
-
-    def construct(self, length, positions=None):
-        return ops.narrow(self.weight, 0, 0, length) if positions is None else ops.gather(self.weight, positions, 0)
 
 
 DECODER_LAYER = ModuleSpec(DecoderLayer)
@@ -229,8 +207,13 @@ class CausalDecoder(nn.Cell):
             if hasattr(layer.self_attn, "share_heads"):
                 layer.self_attn.share_heads(ranks, exchanged)
 
+    def mixtures(self):
+        """The blocks here with experts that `after_step` counts, by number among those of the whole model."""
+        layers, names = self.model.layers, ((place, str(number - 1)) for place, number in enumerate(self.routers))
+        return {place: layers[name].mlp for place, name in names if name in layers}
+
     def after_step(self, loss, labels, losses, counts):
-        """Balance experts after the update of a step; the numbers that its row has of them, see docs/metrics.md.
+        """Balance experts after the update of a step; the numbers of them that docs/models.md asks for.
 
         Args:
             loss, labels, losses, counts: results of all micro-batches, as of `loss="sum"`: sums, or joined along dim 0.
@@ -238,11 +221,10 @@ class CausalDecoder(nn.Cell):
         counts, found = ops.sum(counts, 0)[1:], {}
         if self.columns > 1 + self.experts:
             found["expert_overflow"], counts = ops.sum(counts[:, self.experts :]), counts[:, : self.experts]
-        for place, number in enumerate(self.routers):
-            if (name := str(number - 1)) in self.model.layers:
-                self.model.layers[name].mlp.gate.balance(counts[place])
+        for place, block in self.mixtures().items():
+            block.gate.balance(counts[place])
         found["expert_load"] = ops.amax(ops.div(ops.amax(counts, -1), ops.mean(counts, -1)))
-        return found | {"router_loss": ops.div(ops.sum(losses), ops.maximum(labels, 1))}
+        return found | {"router_loss": ops.div(ops.sum(losses), ops.maximum(labels, 1)), "expert_counts": counts}
 
     def add_caches(self, batch, length):
         """Give every layer a `KeyValueCache` of `length` slots for `batch` rows."""

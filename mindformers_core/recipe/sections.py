@@ -1,7 +1,6 @@
 """The typed sections of a recipe, and the numbers that follow from them. No MindSpore is called here.
 
-Sections and keys are named as in MindSpore Transformers' current (PyNative) YAML format; keys of `model` as in Hugging
-Face's `config.json`.
+Keys are named as in MindSpore Transformers' current (PyNative) YAML format; those of `model` as in `config.json`.
 """
 
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from mindformers_core.hints import nearest
 from mindformers_core.layout import layout
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.models.configuration import MOST_LAYERS, LlamaConfig
+from mindformers_core.models.expert_placement import MoeSettings
 from mindformers_core.models.registry import DEFAULT_MODEL, model_spec
 from mindformers_core.optimizers.settings import AdamWSettings
 from mindformers_core.ranges import bounded
@@ -225,6 +225,7 @@ class Recipe:
     train_dataset: TrainDataset = TrainDataset()
     evaluation: Evaluation = Evaluation()
     precision: Precision = Precision()
+    moe: MoeSettings = MoeSettings()
     adapters: Adapters = Adapters()
     checkpoint: Checkpoint = Checkpoint()
     monitor: Monitor = Monitor()
