@@ -288,8 +288,7 @@ def batch_plan(recipe, dp_size):
     default of one.
 
     Raises:
-        ValueError: the two keys contradict each other; a run isn't a multiple of a micro-batch; or the global batch
-            isn't a multiple of the runs, of a model whose `ModelSpec` has no `ignored`.
+        ValueError: the two keys contradict each other, or a size is no multiple of another one as it has to be.
     """
     training, local, count = recipe.training, recipe.training.local_batch_size, micro_batches_of_a_run(recipe)
     given, many = training.gradient_accumulation_steps, local * dp_size
