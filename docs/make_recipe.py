@@ -10,6 +10,7 @@ import re
 import typing
 from pathlib import Path
 
+from mindformers_core.models.expert_placement import PlacementSettings
 from mindformers_core.models.registry import DEFAULT_MODEL
 from mindformers_core.models.rope_scaling import RopeScaling
 from mindformers_core.optimizers.settings import OPTIMIZERS, DecaySettings, ParameterGroup
@@ -30,6 +31,7 @@ def page():
     """The text of docs/recipe.md."""
     hints = typing.get_type_hints(Recipe)
     sections = [(entry.name, hints[entry.name]) for entry in dataclasses.fields(Recipe) if entry.init]
+    sections[[name for name, _ in sections].index("moe")] = "moe.placement", PlacementSettings
     pages = {name: list(_section(name, section)) for name, section in sections}
     pages["model"] += _section("model.rope_scaling", RopeScaling)
     common, names = {entry.name for entry in dataclasses.fields(DecaySettings)}, ", ".join(OPTIMIZERS)

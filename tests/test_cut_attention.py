@@ -289,14 +289,18 @@ def instructions(function, mesh, *arrays):
         return prepare(cell, *parts).plan.instructions
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
 @pytest.mark.parametrize("algorithm", ["gather", "all_to_all"])
-def test_bytes_are_those_of_the_page(algorithm):
-    """The formula of docs/long_sequences.md, that of anchors, for queries, keys, values and output; backward, too."""
-    sizes = {"b": 2, "s": 16, "P": 4, "e": 4, "h": 8 * 3, "h_kv": 4 * 3}
+def test_bytes_are_those_of_the_page(algorithm, dtype):
+    """The formula of docs/long_sequences.md, that of anchors, for queries, keys, values and output; backward, too.
+
+    Of all keys and values, and of their gradients, nothing is made in another dtype.
+    """
+    sizes = {"b": 2, "s": 16, "P": 4, "e": dtype().itemsize, "h": 8 * 3, "h_kv": 4 * 3}
     page = (ROOT / "docs" / "long_sequences.md").read_text(encoding="utf-8")
     formula = re.search(rf"^\|[^|]*\| `{algorithm}`[^|]*\| `([^`]*)` \|", page, re.MULTILINE)[1]
     nbytes = eval(re.sub(r"(?<=[\w)]) (?=[\w(])", " * ", formula), sizes)
-    given, where = [np.zeros((2, 16, heads, 3), np.float32) for heads in (8, 4, 4)], np.arange(16, dtype=np.int32)[None]
+    given, where = [np.zeros((2, 16, heads, 3), dtype) for heads in (8, 4, 4)], np.arange(16, dtype=np.int32)[None]
 
     def attend(query, key, value, where):
         return attention(query, key, value, where * 0, where + 1, where, 0.5, (0,), (None, 0), True, algorithm)
@@ -305,6 +309,10 @@ def test_bytes_are_those_of_the_page(algorithm):
     moves = [each for each in found if isinstance(each, Redistribution) and len(each.value.shape) == 4]
     steps = [step for each in moves for step in each.steps]
     assert [sum(step.forward[1] for step in steps), sum(step.backward[1] for step in steps)] == [nbytes, nbytes]
+    for plan in [each for each in found if getattr(each, "algorithm", None)]:
+        graphs = [algorithm_of(plan, of_gradient=each)[0] for each in (False, True)]
+        made = [value for graph in graphs for node in graph.nodes for value in node.made]
+        assert {value.dtype for value in made if np.prod(value.shape) >= given[1].size} == {np.dtype(dtype).name}
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

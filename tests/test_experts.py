@@ -14,7 +14,7 @@ from mindformers_core import verify
 from mindformers_core.algorithms.experts import within_capacity
 from mindformers_core.communication.simulated import SimulatedRanks
 from mindformers_core.layout import layout
-from mindformers_core.models.experts import Router, RouterConfig
+from mindformers_core.models.experts import MixtureOfExperts, RoutedExperts, Router, RouterConfig
 from mindformers_core.passes.thread_tape import custom_gradients
 from mindformers_core.program.plan import OperatorPlan
 from mindformers_core.tensor_parallel.experts import experts
@@ -81,6 +81,21 @@ def test_capacity():
     ids = Tensor(np.array([[0, 1], [0, 1], [0, 2], [1, 0], [2, -1], [2, 1]], np.int32))
     assert within_capacity(ids, 3, (2, 6)).asnumpy().tolist() == [[0, 1], [0, -1], [-1, -1], [1, -1], [2, -1], [2, -1]]
     assert within_capacity(ids, 3, (1, 2)).asnumpy().tolist() == [[0, 1], [-1, -1], [0, 2], [1, -1], [2, -1], [-1, 1]]
+
+
+def test_dropped_choices():
+    """Counted by hand, of the tokens that count: an expert takes the first choices of four tokens before the second."""
+    x, counted = Tensor(numbers(2, 8, 4, low=-1)), (numbers(2, 8) > 0.6).astype(np.float32)
+    layer = MixtureOfExperts(Router(4, RouterConfig(2, 2), Normal(0.5)), RoutedExperts(2, 4, 4, capacity=(3, 4)))
+    dropped = 0
+    for ids, weights in zip(layer.gate(x)[0].asnumpy().reshape(4, 4, 2), counted.reshape(4, 4)):
+        taken = [0, 0]
+        for place in range(2):
+            for token in range(4):
+                taken[ids[token, place]] += 1
+                dropped += weights[token] * (taken[ids[token, place]] > 3)
+    *_, counts = layer(x, Tensor(counted))
+    assert counts.asnumpy().tolist() == [counted.sum(), counted.sum(), dropped] and dropped
 
 
 def planned_calls(check):

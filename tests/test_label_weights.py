@@ -8,18 +8,17 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
 from support.nightly import daily
+from support.simulated_training import train_simulated
 from support.small_pipelines import Scale, array, pipeline
 
 from mindformers_core.commands.diffing import run_simulated
 from mindformers_core.communication.simulated import SimulatedRanks
-from mindformers_core.communication.world import process_state
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.models.llama import LlamaForCausalLM
 from mindformers_core.models.spec import ModelSpec
 from mindformers_core.passes.label_counts import label_count
 from mindformers_core.passes.thread_tape import custom_gradients
 from mindformers_core.pipeline import ScheduleLoopedBFS, ScheduleZBV
-from mindformers_core.program.observer import Observer
 from mindformers_core.recipe.loader import recipe_from_dict
 from mindformers_core.recipe.sections import Precision
 from mindformers_core.sharding.initialize import materialize
@@ -82,32 +81,10 @@ def recipe(local, parallelism, **training):
     })  # fmt: skip
 
 
-class Gradients(Observer):
-    """Keeps the reduced gradients of a rank's first step, by path: Parameters and arrays."""
-
-    def __init__(self):
-        self.found = {}
-
-    def held(self, what, tensor, parameter=None):
-        if what == "reduced gradient":
-            self.found.setdefault(parameter.name, (parameter, tensor.asnumpy()))
-
-
 def trained(local, parallelism, steps=2, **precision):
     """Losses and norms of the steps, the gradients of the first one, and the parameters at the end; global arrays."""
-    observers = {}
-
-    def begin(job):
-        observers[job.rank] = process_state().observer = Gradients()
-
     given = replace(recipe(local, parallelism, steps=steps), precision=Precision(**precision))
-    rows = run_simulated(given, steps, begin)
-    gradients, weights = {}, {}
-    for rank, observer in observers.items():
-        for path, (parameter, gradient) in observer.found.items():
-            for whole, part in ((gradients, gradient), (weights, parameter.asnumpy())):
-                at = whole.setdefault(path, np.full(parameter.global_shape, np.nan, np.float32))
-                at[parameter.layout.local_slices(at.shape, rank)] = part
+    rows, gradients, weights, _ = train_simulated(given, steps)
     figures = [[(row["loss"], row["gradient_norm"]) for row in of_rank] for of_rank in rows]
     assert all(of_rank == figures[0] for of_rank in figures)
     return np.array(figures[0]), gradients, weights

@@ -1,4 +1,4 @@
-"""Pictures of docs/long_sequences.md and docs/pipeline.md show what the tools draw today."""
+"""Pictures of docs/long_sequences.md, docs/pipeline.md and docs/experts.md show what the tools draw today."""
 
 import os
 import sys
@@ -8,11 +8,14 @@ from support.launch import ROOT
 from support.svg_pictures import shapes, words
 
 sys.path.insert(0, str(ROOT / "docs"))
+import make_experts  # noqa: E402
 import make_long_sequences  # noqa: E402
 import make_pipeline  # noqa: E402
 
+PICTURES = (make_long_sequences, "ring"), (make_pipeline, "pipeline"), (make_experts, "experts")
 
-@pytest.mark.parametrize(("made", "prefix"), [(make_long_sequences, "ring"), (make_pipeline, "pipeline")])
+
+@pytest.mark.parametrize(("made", "prefix"), PICTURES)
 def test_the_pictures_are_up_to_date(tmp_path, made, prefix):
     """The same boxes and texts: how matplotlib writes them down differs between releases."""
     made.draw_pictures(tmp_path)

@@ -2,10 +2,13 @@
 
 import numpy as np
 import pytest
-from support.small_generation import RECIPE, SMALL, mesh
+from support.nightly import daily
+from support.simulated_training import train_simulated
+from support.small_generation import RECIPE, SMALL, mesh, train
 
-from mindformers_core.commands.diffing import run_simulated
 from mindformers_core.commands.verifying import verify_recipe
+from mindformers_core.communication.simulated import SimulatedRanks
+from mindformers_core.passes.thread_tape import custom_gradients
 from mindformers_core.recipe.loader import load_recipe
 
 QWEN = (
@@ -38,40 +41,103 @@ def test_losses_of_routers(name):
 STEPS, ROW = 3, ("loss", "router_loss", "expert_load", "gradient_norm")
 ONE = (*mesh(), "training.local_batch_size=4")  # the micro-batches of dp 2 are as large
 TRAINED = {
+    "ZeRO 3, recompute": (
+        *mesh(dp=2, tp=2, zero_level=3, zero_threshold_kb=0), BY_DATA, "recompute=true", "training.local_batch_size=2",
+    ),
+    "sequences": (
+        *mesh(cp=2, tp=2, sequence_parallel="true"), "parallelism.expert_parallel=[cp,tp]",
+        "training.local_batch_size=4",
+    ),
     "pipeline": (
         *mesh(pp=2, dp=2, pipeline_parallel_microbatch_size=2), BY_DATA, "training.local_batch_size=4",
     ),
+    "eager": (*mesh(dp=2, tp=2), BY_DATA, "context.engine=eager", "training.local_batch_size=2"),
 }  # fmt: skip
 
 
-def trained(folder, *overrides):
-    """Rows of a few steps, and the biases after them, by path."""
-    recipe, jobs = load_recipe(RECIPE, [*DEEPSEEK, *overrides, f"training.output_dir={folder}"]), []
-    rows = run_simulated(recipe, STEPS, jobs.append)
+ROUTED = *DEEPSEEK, "model.first_k_dense_replace=1"  # both halves of a pipeline have experts
+SHALLOW = *ROUTED, "model.num_hidden_layers=2"
+HALF = "precision.compute=float16", "precision.loss_scale=256.0"
+RESUMED = *mesh(tp=2), "parallelism.expert_parallel=[tp]", "training.local_batch_size=4"
+
+
+def trained(folder, *overrides, model=ROUTED, steps=STEPS):
+    """Rows of a few steps; the first gradients and the last parameters, by path; and all ranks' biases."""
+    recipe = load_recipe(RECIPE, [*model, *overrides, f"training.output_dir={folder}"])
+    rows, *arrays, jobs = train_simulated(recipe, steps)
     named = [(path, each) for job in jobs for net in job.cells.values() for path, each in net.parameters_and_names()]
-    return rows, [(path, each.asnumpy()) for path, each in named if path.endswith("correction_bias")]
+    return rows, *arrays, [(path, each.asnumpy()) for path, each in named if path.endswith("correction_bias")]
 
 
-@pytest.mark.parametrize("name", TRAINED)
-def test_biases_follow_the_loads_of_all(tmp_path, name):
-    """Loads, the routers' losses and the biases after some steps are those of one card, on every rank."""
-    (expected,), biases = trained(tmp_path, *ONE)
-    rows, found = trained(tmp_path, *TRAINED[name])
-    biases = dict(biases)
-    for row in (row for of_rank in rows for row in of_rank):
-        for key in ROW:
-            np.testing.assert_allclose(row[key], expected[row["step"] - 1][key], 1e-5, err_msg=key)
-    assert biases.keys() == {path for path, _ in found} and all(array.any() for array in biases.values())
+def check_rows(found, expected, tolerance=1e-5):
+    """All ranks' rows are those of one card."""
+    for of_rank in found:
+        for row, other in zip(of_rank, expected, strict=True):
+            for key in ROW:
+                np.testing.assert_allclose(row[key], other[key], tolerance, err_msg=f"{key} at step {row['step']}")
+
+
+def check_biases(found, expected):
+    """Those of every rank have followed one card's counts."""
+    expected = dict(expected)
+    assert expected.keys() == {path for path, _ in found} and all(array.any() for array in expected.values())
     for path, array in found:
-        np.testing.assert_allclose(array, biases[path], rtol=1e-6, err_msg=path)
+        np.testing.assert_allclose(array, expected[path], rtol=1e-6, err_msg=path)
+
+
+@pytest.mark.parametrize("name", daily(["pipeline"], TRAINED))
+def test_training(tmp_path, name):
+    """Loads, losses of routers, all first gradients, parameters and biases are those of one card, on every rank."""
+    (expected,), *wholes, biases = trained(tmp_path, *ONE)
+    rows, *arrays, found = trained(tmp_path, *TRAINED[name])
+    check_rows(rows, expected)
+    check_biases(found, biases)
+    for whole, joined in zip(wholes, arrays):
+        assert whole.keys() == joined.keys()
+        for path, array in whole.items():
+            mine = joined[path][tuple(map(slice, array.shape))]  # no axis divides the vocabulary
+            np.testing.assert_allclose(mine, array, 0, 1e-5 * abs(array).max(), err_msg=path)
+
+
+def test_dropped_choices_are_counted(tmp_path):
+    """Where experts take one choice of four tokens, at least half of all eight are dropped, the same ones anywhere."""
+    model = *QWEN, "model.num_hidden_layers=1", "model.expert_capacity=[1,4]"
+    (expected,), *_ = trained(tmp_path, *ONE, model=model, steps=1)
+    choices = 8 * 16 * 2  # of all samples, tokens
+    assert choices / 2 <= expected[0]["expert_overflow"] < choices
+    cut = *mesh(cp=2), "parallelism.expert_parallel=[cp]", "training.local_batch_size=4"
+    rows = trained(tmp_path, *cut, model=model, steps=1)[0]
+    check_rows(rows, expected)
+    assert [row["expert_overflow"] for (row,) in rows] == [expected[0]["expert_overflow"]] * 2
+
+
+def test_half_precision(tmp_path):
+    """A first step in float16 says what one card's says, and the biases after it are the same."""
+    (expected,), *_, biases = trained(tmp_path, *ONE, *HALF, model=SHALLOW, steps=1)
+    rows, *_, found = trained(
+        tmp_path, *mesh(dp=2), BY_DATA, *HALF, "training.local_batch_size=2", model=SHALLOW, steps=1
+    )
+    check_rows(rows, expected, 1e-3)
+    check_biases(found, biases)
+
+
+def test_a_run_goes_on_on_another_mesh(tmp_path):
+    """Saved where two ranks share experts, it goes on where others do, as on one card: biases are in checkpoints."""
+    data = (*mesh(dp=2), BY_DATA, "training.local_batch_size=2")
+    with custom_gradients():
+        SimulatedRanks(2).run(lambda rank: train(tmp_path, rank, *SHALLOW, *data))
+    loaded = f"checkpoint.load_path={tmp_path}", "train_dataset.on_change=go_on"
+    (expected,), *_, biases = trained(tmp_path / "one", *ONE, *loaded, model=SHALLOW, steps=1)
+    rows, *_, found = trained(tmp_path / "other", *RESUMED, *loaded, model=SHALLOW, steps=1)
+    assert [row["step"] for row in expected] == [3]
+    check_rows(rows, expected)
+    check_biases(found, biases)
 
 
 def test_empty_rows_count_nowhere(tmp_path):
     """Three samples are alone what they are with an empty row behind them: in losses, loads and gradients."""
     alone, padded = (
-        trained(tmp_path, *mesh(), "training.global_batch_size=3", f"training.local_batch_size={rows}")[0][0]
+        trained(tmp_path, *mesh(), "training.global_batch_size=3", f"training.local_batch_size={rows}")[0]
         for rows in (3, 4)
     )
-    for one, other in zip(alone, padded, strict=True):
-        for key in ROW:
-            np.testing.assert_allclose(one[key], other[key], 1e-5, err_msg=key)
+    check_rows(padded, alone[0])

@@ -54,8 +54,8 @@ def packed_rows(*_):
     return dataset(True)
 
 
-def recipe_of(packs=False, model=(), **parallelism):
-    """A step of 4 sequences."""
+def recipe_of(packs=False, model=(), again=False, **parallelism):
+    """A step of 4 sequences; `again`: whether layers are computed again in the backward pass."""
     count = parallelism.get("pipeline_parallel", 1)
     return recipe_from_dict({
         "model": MODEL | {"num_hidden_layers": count} | dict(model),
@@ -64,6 +64,7 @@ def recipe_of(packs=False, model=(), **parallelism):
             "factory": f"test_sequence_programs:{'packed_rows' if packs else 'rows'}", "seq_length": LENGTH},
         "training": {"local_batch_size": 4 // parallelism.get("data_parallel_shard", 1)},
         "context": {"device_model": "CPU"}, "evaluation": {"samples": 4},
+        "recompute": {"full": again},
     })  # fmt: skip
 
 
@@ -85,8 +86,9 @@ GROUPS = [  # heads of keys and values, mesh, algorithm
 
 @pytest.mark.parametrize(("groups", "mesh", "algorithm"), daily(GROUPS[5:6], GROUPS))
 def test_few_heads_of_keys_and_values(groups, mesh, algorithm):
-    """Also fewer than the ranks that share them, which have copies."""
-    recipe = recipe_of(True, {"num_key_value_heads": groups}, **MESHES[mesh], context_parallel_algorithm=algorithm)
+    """Also fewer than the ranks that share them, which have copies; weights are dropped, and again when recomputed."""
+    model = {"num_key_value_heads": groups, "attention_dropout": 0.4}
+    recipe = recipe_of(True, model, True, **MESHES[mesh], context_parallel_algorithm=algorithm)
     check = verify_recipe(recipe, full=True)
     assert not check.faults, check.report()
 

@@ -65,7 +65,7 @@ def test_a_loop_of_the_users(tmp_path, capsys):
     assert rows[6] == pytest.approx(job.evaluate()["eval_loss"], 1e-6)
     assert rows == {row["step"]: row.get("eval_loss") for row in rows_of(tmp_path / "whole")}
     others = {"not_finite", "eval_NAME", "epoch N", "epoch_begins", "slow_rank", "slow_seconds", "replica_seconds"}
-    others |= {"router_loss", "expert_load"}
+    others |= {"router_loss", "expert_load", "expert_overflow", "rank_load", "experts_moved"}
     found = {key for row in rows_of(folder) for key in row} - {"own"} | others
     given = {"gradient_norm *norm*": "gradient_norm PATTERN"}
     given |= {f"average_eval_{name}": "average_eval_NAME" for name in ("loss", "perplexity")}

@@ -19,9 +19,9 @@ def apply_experts(
     x, ids, weights, gate_up, down, gate_up_bias=None, down_bias=None, activation="silu", capacity=None
 ):  # fmt: skip
     """The operator `Experts`, whose arguments its function for models describes."""
-    rows, choices = ops.reshape(x, (-1, x.shape[-1])), ops.reshape(ids, (-1, ids.shape[-1]))
     if capacity is not None:
-        choices = within_capacity(choices, gate_up.shape[0], capacity)
+        ids = within_capacity(ids, gate_up.shape[0], capacity)
+    rows, choices = ops.reshape(x, (-1, x.shape[-1])), ops.reshape(ids, (-1, ids.shape[-1]))
     found = expert_rows(rows, choices, gate_up, down, gate_up_bias, down_bias, activation)
     return ops.reshape(combined(found, weights), x.shape)
 
@@ -33,7 +33,7 @@ def combined(found, weights):
 
 
 def within_capacity(ids, count, capacity):
-    """Ids (rows, K) of `count` experts, -1 in the place of each that is one too many for its expert in its group.
+    """Ids (…, K) of `count` experts, -1 in the place of each that is one too many for its expert in its group.
 
     First choices of a group's tokens come before second ones (Lepikhin et al., "GShard", arXiv 2006.16668).
 
@@ -42,9 +42,9 @@ def within_capacity(ids, count, capacity):
         capacity: (most choices of an expert in a group, number of tokens of a group).
     """
     most, size = capacity
-    rows, each = ids.shape
-    groups = rows // size
-    ordered = ops.reshape(ops.transpose(ops.reshape(ids, (groups, size, each)), (0, 2, 1)), (groups, -1))
+    grouped = ops.reshape(ids, (-1, size, ids.shape[-1]))
+    groups, _, each = grouped.shape
+    ordered = ops.reshape(ops.transpose(grouped, (0, 2, 1)), (groups, -1))
     first = ops.reshape(ops.arange(groups).astype(mstype.int32) * count, (-1, 1))
     keys = ops.where(ops.less(ordered, 0), groups * count, ordered + first)
     places, _ = ranked(ops.reshape(keys, (-1,)), groups * count + 1)

@@ -44,7 +44,7 @@ def _vdot(x, y):
 # Operator -> function of its arguments that gives the dtype of its result, or a tuple; shapes are those of its rule.
 _DTYPES = {
     **RESULT_DTYPES,  # of operators that run, but by blocks
-    **dict.fromkeys(("Experts", "ExpertRows", "ExpertSum"), lambda x, *_, **__: x.dtype),  # by values
+    **dict.fromkeys(("Experts", "ExpertRows", "ExpertSum", "ExpertCapacity"), lambda x, *_, **__: x.dtype),  # by values
     "ExpertPlaces": lambda *_, **__: (mstype.int32,) * 3,
     "AnyExt": lambda *_, **__: mstype.bool_,
     "BincountExt": lambda x, weights=None, *_, **__: mstype.int64 if weights is None else weights.dtype,

@@ -1,5 +1,6 @@
 """`relayout()`: weights and moments of a running job on another mesh, and checksums that no mesh changes."""
 
+from collections import Counter
 from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
@@ -48,26 +49,53 @@ def relayout(source, target, source_optimizer=None, target_optimizer=None):
         ValueError: on all ranks: a tensor that the source doesn't have, or with another shape or dtype.
     """
     held, wanted = _parts(source, source_optimizer), _parts(target, target_optimizer)
-    ranks = _ranks()
+    report = move_parts(held, wanted, _ranks())
+    share_weights(_cells(target))
+    return report
+
+
+def move_parts(held, wanted, ranks):
+    """Give Parameters the values of `Part`s of tensors that other ranks, or other Parameters, hold.
+
+    Args:
+        held, wanted: dicts, `Part` -> Parameter: what this rank has, and what it shall have; perhaps the same
+            Parameters, which then have other parts of tensors.
+        ranks: the `Ranks`, which are all of the world.
+
+    Returns, raises: as `relayout`.
+    """
     moves = plan_moves(parts_of_all(ranks, list(held)), parts_of_all(ranks, list(wanted)))
     sources, targets = ({part.key: part for part in parts} for parts in (held, wanted))
     own = [move for move in moves if ranks.rank in (move.sender, move.receiver)]
     messages, by_key = channel() if moves else None, {key: tuple(of_key) for key, of_key in groupby(own, _KEY)}
-    copied = 0
-    for key in sorted(set(by_key) | set(targets)):
+    left, values, arrays, copied = Counter(map(id, (*held.values(), *wanted.values()))), {}, {}, 0
+    for key in sorted({*by_key, *targets, *sources}):
         given, taken = sources.get(key), targets.get(key)
-        values = None if given is None else held[given].asnumpy()
-        array = None if taken is None else np.empty(shape_of(taken.box), numpy_dtype(wanted[taken].dtype))
+        source, target = held.get(given), wanted.get(taken)
+        if source is not None and id(source) not in values:
+            values[id(source)] = source.asnumpy()
+        if target is not None and id(target) not in arrays:
+            arrays[id(target)] = _empty(taken, target)
+        value = None if given is None else given.of(values[id(source)])
+        array = None if taken is None else taken.of(arrays[id(target)])
         common = None if None in (given, taken) else overlap(given.box, taken.box)
         if common is not None:
-            array[inside(common, taken.box)] = values[inside(common, given.box)]
+            array[inside(common, taken.box)] = value[inside(common, given.box)]
             copied += volume(common) * array.itemsize
-        _exchange_tensor(messages, ranks.rank, by_key.get(key, ()), (given, values), (taken, array))
-        if taken is not None:
-            fill_parameter(wanted[taken], array)
-    share_weights(_cells(target))
+        _exchange_tensor(messages, ranks.rank, by_key.get(key, ()), (given, value), (taken, array))
+        for each in (parameter for parameter in (source, target) if parameter is not None):
+            left[id(each)] -= 1
+            if not left[id(each)]:  # nobody reads what it had, and all that it gets has come
+                values.pop(id(each), None)
+                if id(each) in arrays:
+                    fill_parameter(each, arrays.pop(id(each)))
     sent, received = (sum(move.nbytes for move in own if getattr(move, end) == ranks.rank) for end in _ENDS)
     return RelayoutReport(sent, received, copied)
+
+
+def _empty(part, parameter):
+    """An array for the values of a Parameter that `part` is all of, or one of several."""
+    return np.empty(shape_of(part.box) if part.view is None else parameter.shape, numpy_dtype(parameter.dtype))
 
 
 def global_checksums(cells, optimizer=None):

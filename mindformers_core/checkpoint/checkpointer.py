@@ -10,6 +10,7 @@ from mindspore import nn
 
 from mindformers_core.checkpoint.adapters import adapter_config
 from mindformers_core.checkpoint.background import BackgroundSave
+from mindformers_core.checkpoint.between_meshes import move_parts
 from mindformers_core.checkpoint.folders import find_checkpoint, newest_checkpoint, prune, step_folder
 from mindformers_core.checkpoint.index import ADAPTER_CONFIG, FORMAT, STATE, encode_json
 from mindformers_core.checkpoint.load import open_checkpoint
@@ -26,6 +27,7 @@ from mindformers_core.checkpoint.tensors import (
 )
 from mindformers_core.communication import world
 from mindformers_core.communication.messages import MISSING, unlike
+from mindformers_core.grouping import grouped
 from mindformers_core.hints import first_of
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.zero.loss_scale import all_finite
@@ -93,9 +95,26 @@ class Checkpointer:
         """The `Part`s of this rank's tensors, a dict, `Part` -> Parameter: to save, or those of a `Checkpoint`."""
         given = self._ranks.rank, self._tensor_map
         found = parts_of(checkpoint, model_parts(self._cells, *given))
-        if with_optimizer and self._optimizer is not None:
-            found |= optimizer_parts(self._optimizer, *given)
-        return found
+        return found | (self._optimizer_parts(*given) if with_optimizer else {})
+
+    def arrange(self, tensor_map):
+        """Take another tensor map: Parameters that have other parts of tensors in it get their values, bit for bit.
+
+        All ranks of the world call this.
+        """
+        sides = [self._all_parts(each) for each in (self._tensor_map, tensor_map)]
+        self._tensor_map = tensor_map
+        before, after = (grouped((id(each), part.key) for part, each in side.items()) for side in sides)
+        held, wanted = ({part: each for part, each in side.items() if before[id(each)] != after[id(each)]}
+                        for side in sides)  # fmt: skip
+        move_parts(held, wanted, self._ranks)
+
+    def _all_parts(self, tensor_map):
+        given = self._ranks.rank, tensor_map
+        return model_parts(self._cells, *given) | self._optimizer_parts(*given)
+
+    def _optimizer_parts(self, *given):
+        return {} if self._optimizer is None else optimizer_parts(self._optimizer, *given)
 
     def save(self, step, state=None):
         """Save the state after a step, and remove checkpoints that needn't stay.

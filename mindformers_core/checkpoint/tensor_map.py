@@ -5,7 +5,7 @@ a path that no pattern matches is the name of a tensor that equals the Parameter
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from mindformers_core.checkpoint.regions import inside, overlap, shape_of, volume, whole
@@ -44,9 +44,7 @@ def boxes_in_files(tensor_map, path, shape, held):
     Raises:
         ValueError: the entry of the map doesn't have every element of the Parameter once.
     """
-    letters, tensors = next(
-        ((match.groups(), found) for pattern, found in tensor_map if (match := _matched(pattern, path))), ((), ())
-    )
+    letters, tensors = _entry(tensor_map, path)
     if not tensors:
         return [(path, tuple(shape), held, None)]
     if len(tensors) == 1 and tensors[0].is_whole:
@@ -66,6 +64,32 @@ def boxes_in_files(tensor_map, path, shape, held):
     if count != volume(whole(shape)):
         raise ValueError(f"the tensor map has {count} of the {volume(whole(shape))} elements of '{path}'")
     return found
+
+
+def placed(tensor_map, path, numbers):
+    """The entry of a tensor map for the Parameter at `path` with its file tensors `numbers`, one behind the other.
+
+    Raises:
+        ValueError: files don't have a tensor for each index of the Parameter's first dim.
+    """
+    letters, tensors = _entry(tensor_map, path)
+    if not tensors or any(tensor.index[:1] != (EACH,) for tensor in tensors):
+        raise ValueError(
+            f"experts of '{path}' can't move, since files have them in one tensor: give the model's tensor_map a file "
+            "tensor for each, as models/families/decoders.py has it"
+        )
+    found = (
+        replace(tensor, name=_named(tensor.name, letters, number), index=(place, *tensor.index[1:]))
+        for tensor in tensors
+        for place, number in enumerate(numbers)
+    )
+    return path, tuple(found)
+
+
+def _entry(tensor_map, path):
+    """What the `*` of a pattern stand for in a path, and the `FileTensor`s of the first entry that matches, or none."""
+    found = ((match.groups(), tensors) for pattern, tensors in tensor_map if (match := _matched(pattern, path)))
+    return next(found, ((), ()))
 
 
 def _in_file(tensor, index, own, common, held):

@@ -4,14 +4,14 @@ Parameters are called as in Hugging Face's Llama.
 """
 
 import mindspore as ms
-from mindspore import Parameter, nn, ops
-from mindspore.common.initializer import Normal, initializer
+from mindspore import nn, ops
+from mindspore.common.initializer import Normal
 
 from mindformers_core.layout import layout
 from mindformers_core.models.attention import GroupedAttention, KeyValueCache
 from mindformers_core.models.feed_forward import GatedMLP, PlainMLP, SparseMLP
 from mindformers_core.models.latent_attention import LatentAttention
-from mindformers_core.models.positions import places_seen
+from mindformers_core.models.positions import LearnedPositions, places_seen
 from mindformers_core.models.prediction import IGNORED, PredictionHead, labels_behind
 from mindformers_core.models.rotary import rotary_tables
 from mindformers_core.models.spec import LayerRange, ModuleSpec, build_module, routed_layers
@@ -69,28 +69,6 @@ def _pushed(routed, loss, counts):
     """What routers say, one behind the other, of the last ones: it is as long for all layers, which are one program."""
     own = ops.cat((ops.reshape(loss, (1,)), counts))
     return ops.cat((ops.narrow(routed, 0, own.shape[0], routed.shape[0] - own.shape[0]), own))
-
-
-class LearnedPositions(nn.Cell):
-    """Rows of a table for positions (batch, length) or (length,) → (…, hidden_size); None are 0 … length - 1.
-
-    Args:
-        config: as a `LlamaConfig`.
-
-    Attributes:
-        weight: shape (max_position_embeddings, hidden_size), whole on every rank.
-    """
-
-    def __init__(self, config):
-        super().__init__()
-        shape, dtype = (config.max_position_embeddings, config.hidden_size), getattr(ms, config.dtype)
-        self.weight = Parameter(initializer(Normal(config.initializer_range), shape, dtype))
-
-    def shard(self, config=None):
-        return None, None, layout(None, None)
-
-    def construct(self, length, positions=None):
-        return ops.narrow(self.weight, 0, 0, length) if positions is None else ops.gather(self.weight, positions, 0)
 
 
 DECODER_LAYER = ModuleSpec(DecoderLayer)
@@ -173,13 +151,13 @@ class CausalDecoder(nn.Cell):
 
     With shifted `labels` (batch, length) the output is the mean cross-entropy, a float32 scalar, over the labels other
     than -100; or its sum, and their number (int32). In training each label's loss has the sum of the routers' losses
-    added, and with `loss="sum"` two more results are these (1, 1 + layers with experts), times the number of labels,
-    and how many choices experts have got of tokens whose labels count, (1, 1 + layers with experts, experts), both
-    float32, the first ones 0. Packed documents have `positions` (batch, length), int32, of each token in its own, which
-    attention doesn't look beyond; tokens in another order than the row's have their `places` in it, likewise, or all
-    rows have that of `share_sequences`. In a pipeline only the last stage has an output layer; the others return hidden
-    states (batch, length, hidden_size), which replace ids as the input of the next, and with experts what their routers
-    have to say: stages behind the first are `RoutedStage`s.
+    added, and with `loss="sum"` two more results, float32, the first ones 0, are these (1, 1 + layers with experts),
+    times the number of labels, and how many choices each expert has got of tokens whose labels count, and with a
+    capacity how many are dropped (1, 1 + layers with experts, experts or 1 + experts). Packed documents have
+    `positions` (batch, length), int32, of each token in its own, which attention doesn't look beyond; tokens in another
+    order than the row's have their `places` in it, likewise, or all rows have that of `share_sequences`. In a pipeline
+    only the last stage has an output layer; the others return hidden states (batch, length, hidden_size), which replace
+    ids as the input of the next, and what their routers say: stages behind the first are `RoutedStage`s then.
 
     In training `config.num_nextn_predict_layers` heads predict the tokens behind the next one. Their mean loss, times
     `config.mtp_loss_factor`, is added to each label's; both are means over the model's own labels.
@@ -204,7 +182,7 @@ class CausalDecoder(nn.Cell):
             settings = {"weight_init": Normal(config.initializer_range), "dtype": getattr(ms, config.dtype)}
             self.lm_head = VocabParallelLinear(config.hidden_size, config.vocab_size, **settings)
         self.loss = VocabParallelCrossEntropy(loss=loss)
-        self.routers, self.experts = routed_layers(config)
+        self.routers, self.experts, self.columns = routed_layers(config)
         self.heads, self.head_loss = None, VocabParallelCrossEntropy(loss="sum")
         if self.model.norm is not None and config.num_nextn_predict_layers:
             numbers = range(config.num_hidden_layers, config.num_hidden_layers + config.num_nextn_predict_layers)
@@ -229,26 +207,30 @@ class CausalDecoder(nn.Cell):
             if hasattr(layer.self_attn, "share_heads"):
                 layer.self_attn.share_heads(ranks, exchanged)
 
+    def mixtures(self):
+        """The blocks here with experts that `after_step` counts, by number among those of the whole model."""
+        layers, names = self.model.layers, ((place, str(number - 1)) for place, number in enumerate(self.routers))
+        return {place: layers[name].mlp for place, name in names if name in layers}
+
     def after_step(self, loss, labels, losses, counts):
-        """Balance experts after the update of a step; the numbers that its row has of them, see docs/metrics.md.
+        """Balance experts after the update of a step; the numbers of them that docs/models.md asks for.
 
         Args:
-            loss, labels, losses, counts: results of all micro-batches, as of `loss="sum"`: sums, and tensors joined
-                along dim 0.
+            loss, labels, losses, counts: results of all micro-batches, as of `loss="sum"`: sums, or joined along dim 0.
         """
-        counts = ops.sum(counts, 0)[1:]
-        for place, number in enumerate(self.routers):
-            if (name := str(number - 1)) in self.model.layers:
-                self.model.layers[name].mlp.gate.balance(counts[place])
-        loads = ops.div(ops.amax(counts, -1), ops.mean(counts, -1))
-        return {"router_loss": ops.div(ops.sum(losses), ops.maximum(labels, 1)), "expert_load": ops.amax(loads)}
+        counts, found = ops.sum(counts, 0)[1:], {}
+        if self.columns > 1 + self.experts:
+            found["expert_overflow"], counts = ops.sum(counts[:, self.experts :]), counts[:, : self.experts]
+        for place, block in self.mixtures().items():
+            block.gate.balance(counts[place])
+        found["expert_load"] = ops.amax(ops.div(ops.amax(counts, -1), ops.mean(counts, -1)))
+        return found | {"router_loss": ops.div(ops.sum(losses), ops.maximum(labels, 1)), "expert_counts": counts}
 
     def add_caches(self, batch, length):
         """Give every layer a `KeyValueCache` of `length` slots for `batch` rows."""
         self.model.cache_length = length
         for layer in self.model.layers.values():
-            attention = layer.self_attn
-            dtype = getattr(ms, self.model.config.dtype)
+            attention, dtype = layer.self_attn, getattr(ms, self.model.config.dtype)
             attention.cache = KeyValueCache(length, batch, *attention.cache_sizes, dtype)
         for path, parameter in self.parameters_and_names():
             parameter.name = path  # graphs need names of their own
@@ -314,14 +296,14 @@ class CausalDecoder(nn.Cell):
     def _routing(self, labels, routed):
         """What layers get for their routers: what those before have said, and which tokens count."""
         if routed is None:
-            routed = ops.zeros(((1 + len(self.routers)) * (1 + self.experts),), ms.float32)
+            routed = ops.zeros(((1 + len(self.routers)) * self.columns,), ms.float32)
         counted = ops.not_equal(labels, self.loss.ignore_index)
         return {"routed": routed, "counted": ops.cast(counted, ms.float32)}
 
     def _with_routers(self, found, routed):
         """The results, see the class."""
-        routed = ops.reshape(routed, (-1, 1 + self.experts))
-        losses, counts = ops.squeeze(ops.narrow(routed, 1, 0, 1), 1), ops.narrow(routed, 1, 1, self.experts)
+        routed = ops.reshape(routed, (-1, self.columns))
+        losses, counts = ops.squeeze(ops.narrow(routed, 1, 0, 1), 1), ops.narrow(routed, 1, 1, self.columns - 1)
         if not isinstance(found, tuple):
             return ops.add(found, ops.sum(losses)) if self.training else found
         losses = ops.mul(losses, ops.cast(found[1], ms.float32))

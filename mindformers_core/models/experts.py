@@ -12,7 +12,7 @@ from mindspore.common.initializer import Normal, initializer
 from mindformers_core.hints import nearest
 from mindformers_core.layout import layout
 from mindformers_core.ranges import bounded, check_fields
-from mindformers_core.tensor_parallel.experts import experts
+from mindformers_core.tensor_parallel.experts import experts, within_capacity
 from mindformers_core.tensor_parallel.layers import cast_to
 
 _SCORES = ("softmax", "sigmoid")
@@ -193,6 +193,7 @@ class RoutedExperts(nn.Cell):
         gate_up_proj: (E, 2, I, H), gates first.
         down_proj: (E, H, I).
         gate_up_proj_bias, down_proj_bias: (E, 2, I) and (E, H), or None.
+        moved_by: int32 (E,), by how much the place of each expert in these is more than its number; None: all 0.
     """
 
     def __init__(
@@ -200,7 +201,7 @@ class RoutedExperts(nn.Cell):
         weight_init=None, dtype=ms.float32,
     ):  # fmt: skip
         super().__init__()
-        self.activation, self.capacity = activation, capacity
+        self.activation, self.capacity, self.num_experts, self.moved_by = activation, capacity, num_experts, None
 
         def declared(init, *shape):
             return Parameter(initializer(init, (num_experts, *shape), dtype))
@@ -217,16 +218,24 @@ class RoutedExperts(nn.Cell):
         weights = {"gate_up_proj": layout(each, None, inner, None), "down_proj": layout(each, None, inner)}
         if self.down_proj_bias is not None:
             weights |= {"gate_up_proj_bias": layout(each, None, inner), "down_proj_bias": layout(each, None)}
-        return None, None, weights
+        return None, None, weights | ({} if self.moved_by is None else {"moved_by": layout(None)})
+
+    def let_move(self):
+        """Let experts lie in other places than their numbers', for `moe.placement`; before `shard()`."""
+        self.moved_by = Parameter(initializer("zeros", (self.num_experts,), ms.int32), requires_grad=False)
+        self.moved_by.is_state, self.moved_by.persistent = True, False
 
     def construct(self, hidden_states, ids, weights):
+        if self.moved_by is not None:
+            ids = ops.add(ids, ops.gather(self.moved_by, ids, 0))
         held = self.gate_up_proj, self.down_proj, self.gate_up_proj_bias, self.down_proj_bias
         return experts(hidden_states, ids, weights, *held, self.activation, self.capacity)
 
 
 class MixtureOfExperts(nn.Cell):
     """Hidden states (…, hidden_size) → what a token's experts make of it, of the same shape; the router's loss; and
-    how many choices each expert has got; with `counted` as of `Router`.
+    how many choices each expert has got (E,), with a capacity also how many are dropped (E + 1,); with `counted` as of
+    `Router`.
 
     Args:
         router, experts: a `Router` and `RoutedExperts`.
@@ -246,7 +255,13 @@ class MixtureOfExperts(nn.Cell):
             if self.shared_expert_gate is not None:
                 shared = ops.mul(shared, ops.sigmoid(self.shared_expert_gate(hidden_states)))
             output = ops.add(output, shared)
-        return output, loss, counts
+        return output, loss, counts if self.experts.capacity is None else self._with_dropped(counts, ids, counted)
+
+    def _with_dropped(self, counts, ids, counted):
+        kept = within_capacity(ids, self.gate.config.num_experts, self.experts.capacity)
+        dropped = ops.sum(ops.cast(ops.not_equal(kept, ids), ms.float32), -1)
+        dropped = ops.sum(dropped if counted is None else ops.mul(dropped, counted))
+        return ops.cat((counts, ops.reshape(dropped, (1,))))
 
 
 def balanced(bias, counts, rate):

@@ -69,7 +69,7 @@ class SparseMLP(MixtureOfExperts):
         router, settings = RouterConfig(**spec.router), {"weight_init": weight_init, "dtype": getattr(ms, config.dtype)}
         super().__init__(
             Router(config.hidden_size, router, **settings),
-            RoutedExperts(router.num_experts, config.hidden_size, spec.expert_size, **settings),
+            RoutedExperts(router.num_experts, config.hidden_size, spec.expert_size, capacity=spec.capacity, **settings),
             GatedMLP(config, weight_init, spec, spec.shared_size) if spec.shared_size else None,
         )
 

@@ -2,9 +2,11 @@
 
 import mindspore as ms
 import numpy as np
-from mindspore import ops
+from mindspore import Parameter, nn, ops
+from mindspore.common.initializer import Normal, initializer
 
 from mindformers_core.batches import places_of
+from mindformers_core.layout import layout
 
 
 def places_seen(length, order, positions=None, places=None, slots=None, starts=None):
@@ -43,3 +45,25 @@ def static_ranges(length, order=(0,)):
     """
     own = places_of(order, length)[None]
     return ms.Tensor(np.zeros_like(own)), ms.Tensor(own + 1), ms.Tensor(own)
+
+
+class LearnedPositions(nn.Cell):
+    """Rows of a table for positions (batch, length) or (length,) → (…, hidden_size); None are 0 … length - 1.
+
+    Args:
+        config: as a `LlamaConfig`.
+
+    Attributes:
+        weight: shape (max_position_embeddings, hidden_size), whole on every rank.
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        shape, dtype = (config.max_position_embeddings, config.hidden_size), getattr(ms, config.dtype)
+        self.weight = Parameter(initializer(Normal(config.initializer_range), shape, dtype))
+
+    def shard(self, config=None):
+        return None, None, layout(None, None)
+
+    def construct(self, length, positions=None):
+        return ops.narrow(self.weight, 0, 0, length) if positions is None else ops.gather(self.weight, positions, 0)

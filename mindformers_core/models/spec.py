@@ -47,6 +47,7 @@ class LayerSpec:
             attention, and those of the feed-forward block have a bias.
         router: fields of the `RouterConfig` of experts, a dict.
         expert_size, shared_size: inside an expert, and inside what all tokens go through; 0: there is nothing such.
+        capacity: as of `experts`.
     """
 
     attention: str = "grouped"
@@ -60,13 +61,16 @@ class LayerSpec:
     router: dict | None = field(default=None, hash=False)
     expert_size: int = 0
     shared_size: int = 0
+    capacity: tuple | None = None
 
 
 def routed_layers(config):
-    """Numbers of a model's decoder layers with experts, from 1, and how many experts each has."""
+    """Numbers of a model's decoder layers with experts, from 1; how many experts each has; and how many numbers each
+    tells: its router's loss, counts of choices of experts, and where these have a capacity, of those dropped."""
     specs = {number: config.layer_spec(number) for number in range(1, config.num_hidden_layers + 1)}
-    routers = {number: spec.router for number, spec in specs.items() if spec.mlp == "experts"}
-    return tuple(routers), max((router["num_experts"] for router in routers.values()), default=0)
+    routed = {number: spec for number, spec in specs.items() if spec.mlp == "experts"}
+    experts = max((spec.router["num_experts"] for spec in routed.values()), default=0)
+    return tuple(routed), experts, 1 + experts + any(spec.capacity for spec in routed.values())
 
 
 @dataclass(frozen=True)

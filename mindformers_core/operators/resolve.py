@@ -35,6 +35,8 @@ def resolve(call):
         if candidate is not None and (not by_algorithm or _is_preferred(candidate, best)):
             best = candidate
     if best is None:
+        for axis, text in _exchanged(call.signature, _arriving(call)).items():
+            raise ValueError(f"axis '{axis}' of size {call.mesh.axis_size(axis)}: {text}")
         shown = "; ".join("derived" if given is None else str(given) for given in call.inputs)
         raise ValueError(
             f"it can't be computed with inputs of shapes {', '.join(str(meta.shape) for meta in call.metas)} in the "
@@ -135,12 +137,20 @@ def _options(signature, metas, arriving, axis):
     groups = [(factor,) for factor in given if factor not in signature.whole]
     groups += [group for group in signature.joint if not set(group).isdisjoint(given)]
     options = [("cut", group, None) for group in dict.fromkeys((*groups, *signature.offers))]
+    if axis in _exchanged(signature, arriving):
+        return options
     ops = {index: dict(meta.layout.partial).get(axis) for index, meta in enumerate(metas)}
     for group in signature.linear:
         for op in ("sum", "avg"):
             if any(ops[index] == op for index in group) and all(ops[index] in (op, None) for index in group):
                 options.append(("partial", group, op))
     return [*options, ("replicate", None, None)]
+
+
+def _exchanged(signature, arriving):
+    """Axis that has to cut what is offered -> the error where it can't: see `Signature.undivided`."""
+    cuts = [(factor, axis) for cut in arriving for factor, axes in cut.items() for axis in axes_in(axes)]
+    return {axis: signature.undivided[factor] for factor, axis in cuts if factor in signature.undivided}
 
 
 def resolved(call, choice, limit=None):

@@ -114,6 +114,8 @@ class Signature:
             cuts them together: every rank has a part along each, and combines its part along the first with all parts
             along the others. A tensor that has several of them is cut along the first that it has; each output has one.
         offers: groups of factors, each a tuple, that an axis may cut although no input is cut so: the price decides.
+        undivided: whole factor -> the error, in words, where an axis that cuts it divides nothing that is offered;
+            other whole factors are gathered.
         yielding: numbers of inputs whose declared cuts yield to the price where another input is cut so.
         run: name of a distributed algorithm that always replaces the operator.
         moves_only: whether the operator only moves or copies elements: on a strided part it gives the same elements of
@@ -132,6 +134,7 @@ class Signature:
     distributed: dict = field(default_factory=dict)
     joint: dict = field(default_factory=dict)
     offers: tuple = ()
+    undivided: dict = field(default_factory=dict)
     yielding: tuple = ()
     run: str | None = None
     made: frozenset = frozenset()

@@ -3,6 +3,7 @@
 import math
 
 from mindformers_core.hints import nearest
+from mindformers_core.models.spec import routed_layers
 from mindformers_core.recipe.learning_rate import LrScheduler
 from mindformers_core.recipe.pipeline import check_pipeline
 from mindformers_core.recipe.sections import MESH_AXES, batch_plan, dataset_layouts, mesh_shape
@@ -22,8 +23,8 @@ def check_recipe(recipe):
     Layers and patterns of recompute and swap are matched later, with the Cells.
     """
     for check in (
-        _check_available, _check_model_divides, _check_experts, check_pipeline, _check_zero, _check_recompute,
-        _check_data, _check_schedule,
+        _check_available, _check_model_divides, _check_experts, _check_placement, check_pipeline, _check_zero,
+        _check_recompute, _check_data, _check_schedule,
     ):  # fmt: skip
         check(recipe)
     sizes = recipe.parallelism
@@ -104,6 +105,24 @@ def _check_experts(recipe):
                 f"parallelism.expert_parallel: {axes} has {parts} ranks, which don't divide {count} experts, and an "
                 "axis is cut as a whole: name others, or split the axis of a mesh of your own in two: docs/experts.md"
             )
+
+
+def _check_placement(recipe):
+    """Of experts that move."""
+    if not recipe.moe.placement.interval:
+        return
+    config, key = recipe.model, f"moe.placement.interval: {recipe.moe.placement.interval}"
+    if not hasattr(config, "layer_spec") or not routed_layers(config)[0]:
+        raise ValueError(f"{key} moves experts, which {recipe.model_name} has none of: leave it out")
+    if not recipe.parallelism.expert_parallel:
+        raise ValueError(
+            f"{key} moves experts between the ranks of parallelism.expert_parallel, which names no axis: name one, as "
+            "parallelism.expert_parallel=[dp], or leave it out"
+        )
+    if recipe.monitor.digests:
+        raise ValueError(
+            f"{key} moves experts to other places, by which monitor.digests sums elements up: leave one of them out"
+        )
 
 
 def _check_sequence_divides(recipe):

@@ -265,7 +265,8 @@ def _convert_section(value, section, path):
     for name, entry in fields.items():
         if name in value:
             as_given = entry.metadata.get("as_given")  # the section checks its forms itself
-            parts[name] = value[name] if as_given else _convert(value[name], hints[name], prefix + name)
+            with errors_at("", entry.metadata.get("remark", "")):
+                parts[name] = value[name] if as_given else _convert(value[name], hints[name], prefix + name)
             check_range(parts[name], entry.metadata, prefix + name)
         elif entry.default is dataclasses.MISSING and entry.default_factory is dataclasses.MISSING:
             raise ValueError(f"{prefix}{name}: missing; it is a {_show(hints[name])} and has no default")

@@ -1,7 +1,6 @@
 """The typed sections of a recipe, and the numbers that follow from them. No MindSpore is called here.
 
-Sections and keys are named as in MindSpore Transformers' current (PyNative) YAML format; keys of `model` as in Hugging
-Face's `config.json`.
+Keys are named as in MindSpore Transformers' current (PyNative) YAML format; those of `model` as in `config.json`.
 """
 
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from mindformers_core.hints import nearest
 from mindformers_core.layout import layout
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.models.configuration import MOST_LAYERS, LlamaConfig
+from mindformers_core.models.expert_placement import MoeSettings
 from mindformers_core.models.registry import DEFAULT_MODEL, model_spec
 from mindformers_core.optimizers.settings import AdamWSettings
 from mindformers_core.ranges import bounded
@@ -23,6 +23,7 @@ from mindformers_core.scopes import errors_at
 MESH_AXES = ("pp", "dp", "cp", "tp")
 _STRATEGIES = {"full_batch": [], "data_parallel": ["dp"]}  # layouts of an array
 _RANKS, _MANY = 2**17, MOST_STEPS  # the most on an axis, and altogether; the most steps, or sequences of a step
+_AXES = {"remark": ", names of mesh axes, as [dp] or [cp, tp]: the ranks along them share experts"}
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,8 @@ class Parallelism:
     # of attention: keys and values gathered, or sent round, or heads cut in the sequence's place; auto: by price
     context_parallel_algorithm: Literal["auto", "gather", "ring", "all_to_all"] = "auto"
     context_parallel_balance: Literal["zigzag", "contiguous", "area"] = "zigzag"  # whose tokens: docs/data.md
-    expert_parallel: tuple[str, ...] = ()  # mesh axes that share the experts of a layer: of dp, cp and tp
-    expert_tensor_parallel: tuple[str, ...] = ()  # other ones of these, which cut each expert
+    expert_parallel: tuple[str, ...] = field(default=(), metadata=_AXES)  # of dp, cp, tp: share a layer's experts
+    expert_tensor_parallel: tuple[str, ...] = field(default=(), metadata=_AXES)  # other ones, which cut each
     pipeline_parallel: int = bounded(1, 1, 1024)  # ranks that layers are divided among; at 1 the keys below are ignored
     pipeline_parallel_schedule: str = "1f1b"  # a name of `SCHEDULES`, or the import path of a user's class
     # number of layers of every stage, of all ranks and chunks; default: equal
@@ -224,6 +225,7 @@ class Recipe:
     train_dataset: TrainDataset = TrainDataset()
     evaluation: Evaluation = Evaluation()
     precision: Precision = Precision()
+    moe: MoeSettings = MoeSettings()
     adapters: Adapters = Adapters()
     checkpoint: Checkpoint = Checkpoint()
     monitor: Monitor = Monitor()
@@ -286,8 +288,7 @@ def batch_plan(recipe, dp_size):
     default of one.
 
     Raises:
-        ValueError: the two keys contradict each other; a run isn't a multiple of a micro-batch; or the global batch
-            isn't a multiple of the runs, of a model whose `ModelSpec` has no `ignored`.
+        ValueError: the two keys contradict each other, or a size is no multiple of another one as it has to be.
     """
     training, local, count = recipe.training, recipe.training.local_batch_size, micro_batches_of_a_run(recipe)
     given, many = training.gradient_accumulation_steps, local * dp_size

@@ -10,7 +10,7 @@ others'. All is sent as it was given, and added up in the dtype of scores.
 from functools import lru_cache
 
 import numpy as np
-from mindspore import Tensor, dtype as mstype, ops
+from mindspore import Tensor, ops
 
 from mindformers_core.algorithms.attention import output_delta, score_dtype
 from mindformers_core.algorithms.attention_parts import add_part, part_gradient
@@ -87,23 +87,24 @@ class _Gathered:
     def __init__(self, context, each):
         self.context, self.each, self.count, self.found = context, each, each * context.count, {}
 
-    def take(self, x, exchange, _):
+    def take(self, x, exchange, dtype):
         """As of `_Ring`."""
-        giver = (self.context.number - exchange.distance) % self.context.count
-        index = Tensor(np.arange(giver * self.each, (giver + 1) * self.each, dtype=np.int32))
-        return ops.gather(x, index, 0)
+        return ops.cast(self._part(x, exchange.distance), dtype)
 
-    def give_back(self, chunks, exchange, _):
-        """Keep the gradients of some chunks."""
-        self.found[exchange.distance] = chunks
+    def give_back(self, chunks, exchange, dtype):
+        """Keep the gradients of some chunks, of which no further parts come."""
+        self.found[exchange.distance] = ops.cast(chunks, dtype)
 
     def total(self):
         """The gradients of all keys."""
-        count, number = self.context.count, self.context.number
-        nothing = [ops.zeros_like(next(iter(self.found.values()))[0])] * self.each
-        chunks = [chunk for distance in range(count) for chunk in self.found.get(distance, nothing)]
-        order = [(number - giver) % count * self.each + each for giver in range(count) for each in range(self.each)]
-        return _whole(ops.gather(ops.stack(chunks), Tensor(order, mstype.int32), 0))
+        nothing, distances = ops.zeros_like(next(iter(self.found.values()))), range(self.context.count)
+        chunks = ops.cat([self.found.get(distance, nothing) for distance in distances], 0)
+        return _whole(ops.cat([self._part(chunks, giver) for giver in distances], 0))
+
+    def _part(self, x, distance):
+        """The chunks of the rank at this distance; or of a stack by distance those of the rank of this number."""
+        place = (self.context.number - distance) % self.context.count * self.each
+        return x[place : place + self.each]
 
 
 class _Cut:
@@ -126,7 +127,6 @@ class _Cut:
         self.computed = query.dtype if has_kernel else self.dtype  # in blocks, CPU computes no bfloat16
         query, both = ops.cast(query, self.computed), ops.cat((key, value), -1)
         self.query, self.first, self.last = (_chunks(each, self.each) for each in (query, first, last))
-        both = both if way is _Ring else ops.cast(both, self.computed)
         self.both, self.places = (_chunks(each, self.way.count) for each in (both, places))
         self.dropped = (drop, _chunks(own, self.each), draws) if drop else ()
 
@@ -151,7 +151,7 @@ class _Cut:
                 found = _part_gradient(*chunks, table, sums, delta, gradient, self.scale, known, *self.dropped)
                 of_query = found[0] if of_query is None else of_query + found[0]
                 of_both = found[1] if of_both is None else of_both + found[1]
-            self.way.give_back([of_both[place] for place in range(self.each)], exchange, self.given[1])
+            self.way.give_back(of_both, exchange, self.given[1])
         of_both = self.way.total()
         found = _whole(of_query), of_both[..., : self.size], of_both[..., self.size :]
         return tuple(ops.cast(gradient, dtype) for gradient, dtype in zip(found, self.given))

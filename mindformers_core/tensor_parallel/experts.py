@@ -23,6 +23,7 @@ _SOURCE = "mindformers_core.algorithms.experts"
 _places = custom_operator("ExpertPlaces", parts.places_of_choices)
 _rows = custom_operator("ExpertRows", parts.expert_rows)
 _combined = custom_operator("ExpertSum", parts.combined)
+within_capacity = custom_operator("ExpertCapacity", parts.within_capacity)  # as `experts` drops choices
 
 
 def experts(x, ids, weights, gate_up, down, gate_up_bias=None, down_bias=None, activation="silu", capacity=None):
@@ -116,10 +117,11 @@ register_algorithm(
 register_operator(
     "Experts", source=f"{_SOURCE}.apply_experts", operations=rules.expert_operations, algorithms=("experts",)
 )(rules.routed_experts)
-for _name, _source, _rule, _facts in (  # of the algorithm
+for _name, _source, _rule, _facts in (  # of the algorithm, and of capacities
     ("ExpertPlaces", "places_of_choices", rules.expert_places, {"gradient": NO_GRADIENT}),
     ("ExpertRows", "expert_rows", rules.expert_rows, {}),
     ("ExpertSum", "combined", rules.expert_sum, {}),
+    ("ExpertCapacity", "within_capacity", rules.kept_choices, {"gradient": NO_GRADIENT}),
 ):
     register_operator(_name, source=f"{_SOURCE}.{_source}", **_facts)(_rule)
 _experts = custom_operator("Experts", parts.apply_experts)

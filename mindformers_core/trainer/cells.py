@@ -54,6 +54,8 @@ def build_model(recipe, part=None):
         net = recipe.spec.build(recipe.model, part)
         whole = recipe.spec.build(recipe.model) if section.rank and part is not None else net
     _share_sequences(recipe, net)
+    for block in net.mixtures().values() if recipe.moe.placement.interval else ():
+        block.experts.let_move()
     if hasattr(net, "share_heads"):
         net.share_heads(recipe.parallelism.tensor_parallel, ranks_of_exchange(recipe.parallelism))
     if section.rank:

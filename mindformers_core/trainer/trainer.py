@@ -38,6 +38,7 @@ from mindformers_core.trainer.kept_programs import KeptPrograms
 from mindformers_core.trainer.leaving import Leaving
 from mindformers_core.trainer.measuring import Pace, epochs, model_operations, peak_memory, waited
 from mindformers_core.trainer.memory import JobMemory
+from mindformers_core.trainer.placing import ExpertPlacement
 from mindformers_core.trainer.recording import start_recording
 from mindformers_core.trainer.saving import Saving
 from mindformers_core.trainer.step import step_function
@@ -108,6 +109,7 @@ class Trainer:
         self.loss_scale = loss_scale_of(recipe, mesh)
         self.optimizer, self.run_step, self._forward = step_function(recipe, mesh, self.cells, self.loss_scale)
         self.checkpointer = checkpointer_of(recipe, mesh, self.cells, self.optimizer)
+        self._placement = ExpertPlacement(recipe, mesh, self.cells, self.checkpointer)
         self.step = self.consumed = self.skipped = self.skipped_in_a_row = 0
         self.loaded_config = self.summary = None
         self._operations = self._operations_of_step()
@@ -229,6 +231,7 @@ class Trainer:
         scalars = self.optimizer.scalars(self.step - self.skipped, rate)
         loss, norm, odd, told = self.run_step(tuple(map(ms.Tensor, batch)), scalars, self.checkpointer.await_copies)
         process_state().observer.end_step(self.step)
+        told |= self._placement.after_step(self.step, told.pop("expert_counts", None))
         self._told[1] += 1
         precision, found = self.recipe.precision, odd or []
         is_skipped = math.isinf(norm) if odd is None else precision.skip_not_finite  # see `step_function`

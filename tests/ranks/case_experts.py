@@ -2,6 +2,7 @@
 
 import mindspore as ms
 import numpy as np
+from case_training import compare_with_one_rank
 from mindspore import Tensor, nn, ops
 from support.launch import on_ranks
 from support.routed_layer import CASES, Case, Config, check_here, train_alone
@@ -59,3 +60,31 @@ def case_balanced_choices_send_as_many_bytes_as_the_formula_says():
     calls, nbytes = counts["exchange", ("dp",)]
     assert (calls, nbytes) == (4, 4 * tokens * count * 16 * 4 // 2), dict(counts)
     assert ("all_to_all", ("dp",)) in counts  # of the experts' numbers
+
+
+RECIPE = (
+    "model.name=qwen3_moe", "model.num_hidden_layers=2", "model.mlp_only_layers=[0]", "model.num_experts=4",
+    "model.num_experts_per_tok=2", "model.moe_intermediate_size=16", "model.head_dim=8",
+    "model.output_router_logits=true", "model.router_aux_loss_coef=0.1", "model.router_z_loss_coef=0.1",
+)  # fmt: skip
+COMPILED, BY_DATA = "context.mode=0", ("parallelism.expert_parallel=[dp]", "training.local_batch_size=1")
+BY_TOKENS = (
+    "parallelism.expert_parallel=[cp,tp]",
+    "parallelism.context_parallel=2",
+    "parallelism.sequence_parallel=true",
+)
+
+
+@on_ranks(2)
+def case_a_compiled_recipe_with_experts_trains_as_on_one_card():
+    """Micro-batches are as large as on one card, since the routers' losses are those of each."""
+    compare_with_one_rank(*BY_DATA, COMPILED, shape=(1, 2, 1, 1), alike=RECIPE, micro_batches=4)
+
+
+@on_ranks(nightly=(4,))
+def case_recipes_with_experts_train_as_on_one_card():
+    """Losses, norms and parameters, in PyNative and compiled, where ranks share batches, sequences and experts."""
+    inside = *BY_DATA, "parallelism.expert_tensor_parallel=[tp]", "parallelism.zero_level=2"
+    for mode in ((), (COMPILED,), (COMPILED, "recompute=true")):
+        compare_with_one_rank(*inside, *mode, alike=RECIPE, micro_batches=4)
+        compare_with_one_rank(*BY_TOKENS, *mode, shape=(1, 1, 2, 2), alike=RECIPE)

@@ -100,10 +100,14 @@ def case_eager_training_equals_one_rank():
 def case_compiled_sequence_parallel_training_equals_one_rank():
     """Graph mode: forward and backward of two micro-batches in one graph, clipping and AdamW in another."""
     compare_with_one_rank("context.mode=0", "parallelism.sequence_parallel=true")
-    cut = "context.mode=0", "parallelism.context_parallel=4"
+    cut = "context.mode=0", "parallelism.context_parallel=4", "recompute.full=true"
     compare_with_one_rank(*cut, shape=(1, 1, 4, 1), alike=DROPPING)
-    few = ("model.num_key_value_heads=2",)  # each rank has a copy
-    compare_with_one_rank("context.mode=0", "parallelism.tensor_parallel=4", shape=(1, 1, 1, 4), alike=few, steps=2)
+    for heads, algorithm in (1, "all_to_all"), (2, "ring"), (2, "gather"):  # of keys and values
+        keys = {"sequence_parallel": "true", "context_parallel": 2, "context_parallel_algorithm": algorithm}
+        cut = [f"parallelism.{key}={value}" for key, value in keys.items()]
+        few = (f"model.num_key_value_heads={heads}",)
+        compare_with_one_rank("context.mode=0", *cut, shape=(1, 1, 2, 2), alike=few)
+    compare_with_one_rank("context.mode=0", "parallelism.tensor_parallel=4", shape=(1, 1, 1, 4), alike=few)
 
 
 def pipeline(schedule, chunks=1):
@@ -165,7 +169,8 @@ def case_pipelined_training_on_three_axes_equals_one_rank():
     overrides = [*pipeline("interleaved_1f1b", 2), "parallelism.sequence_parallel=true"]
     compare_with_one_rank(*overrides, shape=(2, 2, 1, 2), alike=DEEP)
     cut = "context_parallel=2", "zero_level=3", "zero_threshold_kb=0"
-    compare_with_one_rank(*overrides, *map("parallelism.{}".format, cut), shape=(2, 1, 2, 2), alike=DEEP)
+    alike = (*DEEP, "model.num_key_value_heads=1")
+    compare_with_one_rank(*overrides, *map("parallelism.{}".format, cut), shape=(2, 1, 2, 2), alike=alike)
 
 
 @on_ranks(nightly=(2,))

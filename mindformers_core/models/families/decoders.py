@@ -20,9 +20,9 @@ def decoder_spec(config, hugging_face, cell="mindformers_core.models.decoder:dec
 
 
 def _boundary(config, batch, length):
-    routers, experts = routed_layers(config)
+    routers, _, columns = routed_layers(config)
     hidden = tensor_meta((batch, length, config.hidden_size), config.dtype)
-    return (hidden, tensor_meta(((1 + len(routers)) * (1 + experts),), "float32")) if routers else hidden
+    return (hidden, tensor_meta(((1 + len(routers)) * columns,), "float32")) if routers else hidden
 
 
 def _tied(config):

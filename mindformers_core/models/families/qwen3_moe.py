@@ -21,6 +21,8 @@ class Qwen3MoeConfig(Qwen3Config):
         router_aux_loss_coef: factor of the router's loss, the mean over layers of E · Σ_i (count_i / T) · mean_i, see
             `RouterConfig`. Of one layer with experts it is that of `transformers`, which mixes the counts of several.
         router_z_loss_coef: of the mean over layers of ST-MoE's loss, which `transformers` doesn't have. Default: 0.
+        expert_capacity: (most, size): of each `size` consecutive tokens an expert takes `most` choices, and others are
+            dropped, which `transformers` doesn't do. Default: all are taken.
         others: as of `Qwen3Config`.
     """
 
@@ -33,6 +35,7 @@ class Qwen3MoeConfig(Qwen3Config):
     output_router_logits: bool = False
     router_aux_loss_coef: float = bounded(0.001, 0, 1e4)
     router_z_loss_coef: float = bounded(0.0, 0, 1e4)
+    expert_capacity: tuple[int, int] | None = bounded(None, 1, 2**20)
 
     def layer_spec(self, layer_number):
         """The `LayerSpec` of the decoder layer with this number in the whole model, from 1."""
@@ -44,7 +47,8 @@ class Qwen3MoeConfig(Qwen3Config):
             each = 1 / sum(map(self._has_experts, range(1, self.num_hidden_layers + 1)))
             router["aux_loss_coef"] = self.router_aux_loss_coef * self.num_experts_per_tok * each
             router["z_loss_coef"] = self.router_z_loss_coef * each
-        return replace(spec, mlp="experts", router=router, expert_size=self.moe_intermediate_size)
+        sizes = {"expert_size": self.moe_intermediate_size, "capacity": self.expert_capacity}
+        return replace(spec, mlp="experts", router=router, **sizes)
 
     def _has_experts(self, layer_number):
         return layer_number - 1 not in self.mlp_only_layers and layer_number % self.decoder_sparse_step == 0

@@ -169,7 +169,7 @@ _PLACES = 2**24  # that float32 tells apart, in which masks are computed
 _WAYS = {  # of attention to a cut sequence -> attributes of its `Signature`, and further factors that are whole
     "gather": ({"distributed": _GATHER}, ("t",)),
     "ring": ({"joint": _RING}, ("s", "t")),
-    "all_to_all": ({"offers": (("g",),)}, ("s", "t")),
+    "all_to_all": ({"offers": (("g",), ("r",))}, ("s", "t")),
     "auto": ({"joint": _RING, "offers": (("g",),), "distributed": _GATHER | _MERGE}, ()),
 }
 
@@ -203,6 +203,13 @@ def ranged_attention(
     sizes = {"g": groups, "r": heads // groups}
     plain = equation(f"{inputs} -> b s g*r v, b g*r s", *tensors, sizes=sizes, whole=("d", "v", *whole), reduced={})
     part = 1.0 if order is None else visible_part(query.shape[1], reach)
+    if algorithm == "all_to_all":
+        text = (
+            "attention by all_to_all exchanges the sequence for heads, but the axis divides neither the "
+            f"{groups} of key {key.shape} nor the {heads // groups} of query {query.shape} for each of these: use "
+            "gather, ring or auto, or copies of the heads of key and value"
+        )
+        ways = ways | {"undivided": dict.fromkeys(("s", "t"), text)}
     return replace(plain, yielding=tuple(range(1, len(tensors))), part=part, **ways)
 
 

@@ -83,14 +83,8 @@ def routed_experts(
     together, tokens go to their experts' ranks and back.
     """
     check_indices(ids)
-    tokens = [f"t{dim}" for dim in range(x.ndim - 1)]
-    sizes = {"E": gate_up.shape[0]}
-    if capacity is not None:
-        if x.shape[-2] % capacity[1]:
-            raise ValueError(
-                f"groups of {capacity[1]} tokens don't divide x {x.shape}, which has rows of {x.shape[-2]}"
-            )
-        tokens[-1], sizes = "g*S", sizes | {"g": x.shape[-2] // capacity[1], "S": capacity[1]}
+    tokens, sizes = _tokens(x, capacity)
+    sizes["E"] = gate_up.shape[0]
     biases = [text for text, given in (("e P f", gate_up_bias), ("e H", down_bias)) if given is not None]
     rows, tensors = " ".join(tokens), tensors_in((x, ids, weights, gate_up, down, gate_up_bias, down_bias))
     texts = ", ".join([f"{rows} H", f"{rows} K", f"{rows} K", "e P f H", "e H f", *biases])
@@ -98,6 +92,24 @@ def routed_experts(
     plain = equation(f"{texts} -> {rows} H", *tensors, sizes=sizes, linear=({2},), added=added)
     together = {(factor.removesuffix("*S"), "e"): "experts" for factor in tokens}
     return replace(plain, sizes=plain.sizes | sizes, joint=together, distributed={"e": "experts"})
+
+
+def _tokens(x, capacity):
+    """The factors of all dims of tokens `x` but the last one, of which groups are whole; and sizes of factors."""
+    tokens = [f"t{dim}" for dim in range(x.ndim - 1)]
+    if capacity is None:
+        return tokens, {}
+    if x.shape[-2] % capacity[1]:
+        raise ValueError(f"groups of {capacity[1]} tokens don't divide x {x.shape}, which has rows of {x.shape[-2]}")
+    return [*tokens[:-1], "g*S"], {"g": x.shape[-2] // capacity[1], "S": capacity[1]}
+
+
+def kept_choices(ids, count, capacity):
+    """The `Signature` of `within_capacity`: groups of tokens are whole."""
+    check_indices(ids)
+    tokens, sizes = _tokens(ids, capacity)
+    rows = " ".join(tokens)
+    return equation(f"{rows} K -> {rows} K", ids, sizes=sizes)
 
 
 def expert_operations(sizes):
