@@ -129,7 +129,7 @@ def test_every_rule_has_a_call():
     assert missing == {  # Einsum is tested by its texts, of each of the others there is a test of its own
         *("Assign", "DeformableOffsets", "Einsum", "RandExt", "RandInt", "RandIntLike", "RandLikeExt", "Randn"),
         *("RandnLike", "RandpermExt", "Attention", "AttentionPart", "AttentionPartGradient"),
-        *("Experts", "ExpertPlaces", "ExpertRows", "ExpertSum"),
+        *("Experts", "ExpertPlaces", "ExpertRows", "ExpertSum", "ExpertCapacity", "ChannelFactors", "TrainedBatchNorm"),
     }
 
 

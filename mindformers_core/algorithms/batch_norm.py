@@ -35,8 +35,8 @@ def train_norm(x, scale, bias, epsilon):
         mean, variance = _moments(x, _alone, count)
         return apply_factors(x, ops.rsqrt(variance + epsilon) * scale, bias, mean), mean, variance
     mean, variance = _moments(ops.stop_gradient(x), _alone, count)
-    zeros = ops.zeros_like(mean)
-    y = ops.BatchNorm(True, epsilon)(_planes(x), scale, bias, zeros, zeros + 1)[0]
+    running = mean + 1, variance + 1  # tensors of its own: the kernel changes them in place
+    y = ops.BatchNorm(True, epsilon)(_planes(x), scale, bias, *running)[0]
     return ops.reshape(y, x.shape), mean, variance
 
 

@@ -1,7 +1,7 @@
 """Operators that are computed, and captured, as others: those that change an argument, or that know no shapes alone.
 
-Batch norm in training is made of means over the batch: where it is cut, they are means over all parts, and the numbers
-are those of one card. Its running statistics are changed in place. On CPU, the operator leaves two results unwritten.
+Batch norm in training is an operator that gives the statistics, too, those of all parts where a batch is cut, and its
+running statistics are changed in place. On CPU, MindSpore's operator leaves two results unwritten.
 """
 
 import math
