@@ -24,7 +24,9 @@ THREADS = {  # threads of other projects, and the fault -> files and tests, or `
         "test_experts.py", "test_one_card"),
     "torchtitan #4154, #3686, #3666, Megatron #6114: counts aren't of all tokens, or are counted again": (
         "expert_faults.yaml", "losses-of-the-router-are-of-each-rank",
-        "expert_faults.yaml", "recomputed-from-other-choices"),
+        "expert_faults.yaml", "recomputed-from-other-choices",
+        "test_experts.py", "test_choices_are_not_made_again",
+        "test_routed_recipes.py", "test_empty_rows_count_nowhere"),
     "Megatron #5047, #5798, #3199, Automodel #3359: gradients of aux and z losses times ranks": (
         "expert_faults.yaml", "means-are-sums", "expert_faults.yaml", "product-of-two-shares",
         "test_experts.py", "test_training"),
@@ -39,6 +41,7 @@ THREADS = {  # threads of other projects, and the fault -> files and tests, or `
         "expert_faults.yaml", "rows-of-the-wrong-dim", "test_experts.py", "test_each_cut"),
     "Automodel #2682: experts that files don't give": (
         "test_checkpoint_hugging_face.py", "test_other_tensors_are_errors"),
+    "DeepSpeed #8261, torchtitan #3969: offsets of elements in int32": ("test_experts.py", "test_rows_are_numbered"),
     "HyperParallel #77: twice the norm under tensor parallelism": (
         "expert_faults.yaml", "bias-of-every-rank", "expert_faults.yaml", "norm-counts-experts-twice"),
     "torchtitan #3174, #3412: tied weights are summed twice; a partial loss is marked as replicated": (

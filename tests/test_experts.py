@@ -7,17 +7,23 @@ from mindspore import Tensor, nn, ops
 from mindspore.common.initializer import Normal
 from mindspore.graph import api as graph_api
 from support.nightly import daily
-from support.routed_layer import CASES, check_here, train_alone
+from support.recomputations import count_recomputations
+from support.routed_layer import CASES, Case, Config, Layer, check_here, train_alone, valued
 from support.verified_calls import MESH, MESH_OF_4, Sample, check_of, eager, numbers
 
 from mindformers_core import verify
 from mindformers_core.algorithms.experts import within_capacity
 from mindformers_core.communication.simulated import SimulatedRanks
+from mindformers_core.communication.world import rank_of
 from mindformers_core.layout import layout
+from mindformers_core.mesh import DeviceMesh
 from mindformers_core.models.experts import MixtureOfExperts, RoutedExperts, Router, RouterConfig
+from mindformers_core.operators import tensor_meta
 from mindformers_core.passes.thread_tape import custom_gradients
 from mindformers_core.program.plan import OperatorPlan
+from mindformers_core.tensor_parallel import prepare, shard
 from mindformers_core.tensor_parallel.experts import experts
+from mindformers_core.zero import value_and_grad
 
 EXPERTS, CHOICES = 4, 2
 WEIGHTS = numbers(4, 2, 4, 4, low=-1), numbers(4, 4, 4, low=-1), numbers(4, 2, 4, low=-1), numbers(4, 4, low=-1)
@@ -147,6 +153,22 @@ def test_each_cut(mesh, cuts, capacity):
         eager(sample, mesh)
 
 
+def test_rows_are_numbered():
+    """By shapes alone: more elements than int32 counts do no harm, since rows have numbers; more rows are an error."""
+
+    def planned(rows):
+        net = shard(RoutedExperts(8, 2**12, 4), mesh, Config(("dp",)), plan)
+        shapes = {"float32": (1, rows, 2**12), "int32": (1, rows, 2)}
+        return prepare(net, *(tensor_meta(shapes[each], each) for each in shapes), tensor_meta((1, rows, 2), "float32"))
+
+    mesh = DeviceMesh((2,), ("dp",))
+    plan = {"": {"input": dict.fromkeys(("hidden_states", "ids", "weights"), layout("dp"))}}
+    with rank_of(2, 0):
+        assert "exchange" in planned(2**20).source.text
+        with pytest.raises(ValueError, match="room for 536870912 rows of each of 2 ranks is more than 1073741824 rows"):
+            planned(2**28)
+
+
 def test_errors():
     """What doesn't fit is said."""
     with pytest.raises(ValueError, match="n_group: 3 should divide num_experts 8"):
@@ -192,3 +214,19 @@ def test_training(case, steps):
     assert (expected[1][::3, 1] > 0.5).all()  # clipped
     with custom_gradients():
         SimulatedRanks(case.mesh.size).run(lambda rank: check_here(case, case.mesh, steps, expected))
+
+
+def test_choices_are_not_made_again():
+    """What is recomputed computes scores, weights and losses again, but not which experts tokens have chosen."""
+    case = Case("dp2", ("dp", None), ("dp",), scores="sigmoid")  # in groups, with biases
+
+    def recomputed(rank):
+        net = case.build(case.mesh, valued(Layer(case.scores, case.capacity)), recomputed=True)
+        x = Tensor(numbers(*layout(*case.rows, None).bind(case.mesh, 3).local_shape(case.shape), low=-1))
+        with count_recomputations() as counted:
+            value_and_grad(net)(x)
+        return {name for code in counted for name in code.co_names}
+
+    with custom_gradients():
+        names = set().union(*SimulatedRanks(case.mesh.size).run(recomputed))
+    assert any("sigmoid" in name for name in names) and not [name for name in names if "sort" in name or "topk" in name]

@@ -20,6 +20,7 @@ from mindformers_core.operators.registry import NO_GRADIENT
 from mindformers_core.operators.rules import experts as rules
 
 _SOURCE = "mindformers_core.algorithms.experts"
+_MOST = 2**30  # rows of what ranks send, so that their numbers, filled up to blocks, are int32
 _places = custom_operator("ExpertPlaces", parts.places_of_choices)
 _rows = custom_operator("ExpertRows", parts.expert_rows)
 _combined = custom_operator("ExpertSum", parts.combined)
@@ -72,6 +73,11 @@ def own_experts(operator, args, context):
     if capacity is not None:
         most = min(most, count // capacity[1] * capacity[0] * own)
     context = replace(context, axes=joint)
+    if context.count * most >= _MOST:
+        raise ValueError(
+            f"experts: room for {most} rows of each of {context.count} ranks is more than {_MOST} rows, which int32 "
+            f"numbers of rows go up to: give a capacity, or a smaller batch than x {tuple(x.shape)} on a rank"
+        )
     taken, back, local = _places(choices, Tensor(owners), context.count, most, capacity)
     move = context.exchanged if capacity is None else partial(_exchanged, context)  # with few zeros, or with many
     sent = ops.gather(_with_nothing(tokens), taken // each, 0)

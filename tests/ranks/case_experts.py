@@ -81,10 +81,23 @@ def case_a_compiled_recipe_with_experts_trains_as_on_one_card():
     compare_with_one_rank(*BY_DATA, COMPILED, shape=(1, 2, 1, 1), alike=RECIPE, micro_batches=4)
 
 
+INSIDE = *BY_DATA, "parallelism.expert_tensor_parallel=[tp]", "parallelism.zero_level=2"
+
+
 @on_ranks(nightly=(4,))
 def case_recipes_with_experts_train_as_on_one_card():
-    """Losses, norms and parameters, in PyNative and compiled, where ranks share batches, sequences and experts."""
-    inside = *BY_DATA, "parallelism.expert_tensor_parallel=[tp]", "parallelism.zero_level=2"
-    for mode in ((), (COMPILED,), (COMPILED, "recompute=true")):
-        compare_with_one_rank(*inside, *mode, alike=RECIPE, micro_batches=4)
-        compare_with_one_rank(*BY_TOKENS, *mode, shape=(1, 1, 2, 2), alike=RECIPE)
+    """Losses, norms and parameters, where ranks share batches or sequences, and experts or their inner dims."""
+    compare_with_one_rank(*INSIDE, alike=RECIPE, micro_batches=4)
+    compare_with_one_rank(*BY_TOKENS, shape=(1, 1, 2, 2), alike=RECIPE)
+
+
+@on_ranks(nightly=(4,))
+def case_compiled_recipes_with_cut_experts_train_as_on_one_card():
+    """Likewise, in graph mode, where layers are recomputed."""
+    compare_with_one_rank(*INSIDE, COMPILED, "recompute=true", alike=RECIPE, micro_batches=4)
+
+
+@on_ranks(nightly=(4,))
+def case_compiled_recipes_with_experts_of_sequences_train_as_on_one_card():
+    """Likewise, on cp x tp."""
+    compare_with_one_rank(*BY_TOKENS, COMPILED, shape=(1, 1, 2, 2), alike=RECIPE)

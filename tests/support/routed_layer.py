@@ -19,7 +19,7 @@ from mindformers_core.tensor_parallel import clip_by_global_norm
 from mindformers_core.tensor_parallel.layers import Linear
 from mindformers_core.zero import hsdp, value_and_grad
 
-__all__ = ["CASES", "Case", "Config", "Layer", "check_here", "train_alone"]
+__all__ = ["CASES", "Case", "Config", "Layer", "check_here", "train_alone", "valued"]
 
 TOLERANCE = 1e-5  # of losses and norms; of gradients and parameters, relative to the largest
 _NORM, _RATE = 0.5, 3e-3  # gradients are clipped
