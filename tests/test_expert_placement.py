@@ -117,7 +117,9 @@ def check(rows, tensors, still, step, tolerance):
         for key in ("loss", "gradient_norm", "expert_load"):
             np.testing.assert_allclose(own[key], other[key], tolerance, err_msg=key)
     for name, each in still[1][step].items():
-        np.testing.assert_allclose(tensors[name], each, 0, tolerance * np.abs(each).max(), err_msg=name)
+        factor = 2 if "moment2" in name else 1  # the error of a square is twice that of its number
+        most = factor * tolerance * np.abs(each).max()
+        np.testing.assert_allclose(tensors[name], each, 0, most, err_msg=name)
 
 
 def test_moving_changes_no_number(tmp_path, still):
