@@ -11,6 +11,7 @@ FAULTS = {  # threads of other projects, and the fault -> files and tests, or `v
         "verify_faults.yaml", "heads-in-the-place-of-tokens", "test_cut_attention.py", "test_each_algorithm"),
     "HyperParallel #244: an exchange over a dim that happens to divide; a whole sequence on each rank": (
         "test_sequence_programs.py", "test_heads_that_ranks_do_not_divide",
+        "test_exchanged_heads.py", "test_heads_that_the_axis_does_not_divide",
         "test_balance.py", "test_data_that_have_no_order_of_tokens"),
     "torchtitan #2780, #3257: positions of packing are lost; evaluation has another mask": (
         "test_balance.py", "test_training_and_evaluation_of_documents"),
@@ -31,9 +32,11 @@ FAULTS = {  # threads of other projects, and the fault -> files and tests, or `v
     "Automodel #2931, #3414, #3540: a rank whose tokens have no part in the loss, with accumulation": (
         "test_label_weights.py", "test_every_label_weighs_alike"),
     "miles #2215: labels of further predictions are shifted twice": (
-        "test_sequence_programs.py", "test_what_a_model_shifts_crosses_ranks"),
+        "test_sequence_programs.py", "test_what_a_model_shifts_crosses_ranks",
+        "test_prediction_heads.py", "test_a_step_on_all_ranks"),
     "Megatron #3575: fewer heads of keys and values than ranks": (
-        "test_sequence_programs.py", "test_few_heads_of_keys_and_values"),
+        "test_sequence_programs.py", "test_few_heads_of_keys_and_values",
+        "ranks/case_training.py", "case_compiled_context_parallel_training_equals_one_rank"),
     "MaxText 01c69f4: the position in the data goes through the order of tokens": (
         "ranks/case_checkpoint.py", "case_resumed_run_with_few_checkpoints"),
     "Megatron #1464, TransformerEngine #1557: gradients of keys and values of the wrong rank": (
