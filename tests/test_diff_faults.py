@@ -143,12 +143,12 @@ FAULTS = {
     "one element wrong on one rank": (TP, Planted(MLP, "silu", at_one_place(1e-3), (1,)), ("value", MLP, "SiLU")),
     "a kernel in half precision": (TP, Planted(MLP, "silu", coarse, (0,)), ("value", MLP, "SiLU")),
     "heads in the wrong order": (TP, Planted(CORE, "attention", rolled(1), (1,)), ("value", CORE, "Attention")),
-    "a turned sign": (TP, Planted(ATTENTION, "neg", scaled(-1.0)), ("value", ATTENTION, "Neg")),
+    "a turned sign": (TP, Planted(ATTENTION, "rotary", scaled(-1.0)), ("value", ATTENTION, "Rotary")),
     "a dropped residual": (
         TP, Planted(LAYER, "add = add_op(hidden_states_2, mlp)", source="mlp"), ("value", LAYER, "Add"),
     ),
-    "a stale buffer": (TP, Planted(NORM, "rsqrt", stale()), ("value", NORM, "Rsqrt")),
-    "a stale rotary table": (TP, _stale_constant, ("value", "model.layers.0.self_attn", "Mul")),
+    "a stale buffer": (TP, Planted(NORM, "rms_norm_2", stale()), ("value", NORM, "RMSNorm")),
+    "a stale rotary table": (TP, _stale_constant, ("value", "model.layers.0.self_attn", "Rotary")),
     "a value that is not a number": (TP, Planted(MLP, "mul", at_one_place(np.nan), (1,)), ("value", MLP, "Mul")),
     "a missing all-reduce": (
         TP, Planted(f"{MLP}.down_proj", "y_sum", source="y"), ("moved", f"{MLP}.down_proj", "Dense"),
@@ -167,11 +167,11 @@ FAULTS = {
         TP, Planted(CORE, "mixed", scaled(0.0), (1,), backward=True), ("gradient", CORE, "Softmax | Reshape"),
     ),
     "a missing reduction of a gradient": (
-        TP, Planted(LAYER, "normed_marked", source="normed"), ("gradient", NORM, "Mul"),
+        TP, Planted(LAYER, "normed_marked", source="normed"), ("gradient", NORM, "RMSNorm"),
     ),
     "a gradient reduced twice": (
         TP, Planted(LAYER, "post_attention_layernorm_marked", scaled(2.0), backward=True),
-        ("gradient", f"{LAYER}.post_attention_layernorm", "Mul"),
+        ("gradient", f"{LAYER}.post_attention_layernorm", "RMSNorm"),
     ),
     "one rank's copy of a weight": (
         DP, _changed_weight("model.norm.weight", scaled(1.0001), (1,)), ("value", "model.norm.weight", "parameter"),
@@ -205,7 +205,7 @@ FAULTS = {
     "no weight decay": (ZERO3, _no_decay, ("scalar 2 at decay 0.1, rate",) * 3),
     "a lost update": (TP, _stuck_parameter, ("parameter", "model.embed_tokens.weight", "parameter")),
     "another learning rate": (DP, _wrong_norm, ("rate", "rate", "rate")),
-    "a message between stages": (PP, _garbled_message, ("value", NORM, "Square")),
+    "a message between stages": (PP, _garbled_message, ("value", NORM, "RMSNorm")),
 }  # fmt: skip
 
 

@@ -128,7 +128,7 @@ def test_every_rule_has_a_call():
     missing = set(registered_operators()) - met
     assert missing == {  # Einsum is tested by its texts, of each of the others there is a test of its own
         *("Assign", "DeformableOffsets", "Einsum", "RandExt", "RandInt", "RandIntLike", "RandLikeExt", "Randn"),
-        *("RandnLike", "RandpermExt", "Attention", "AttentionPart", "AttentionPartGradient"),
+        *("RandnLike", "RandpermExt", "Attention", "AttentionPart", "AttentionPartGradient", "RMSNorm", "Rotary"),
         *("Experts", "ExpertPlaces", "ExpertRows", "ExpertSum", "ExpertCapacity", "ChannelFactors", "TrainedBatchNorm"),
     }
 

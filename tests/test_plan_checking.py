@@ -127,12 +127,12 @@ FAULTS = {  # name -> (path of the Cell, edit of its plan, what the error says)
     "the last operator is missing": (CORE, entry("Reshape", lambda old: [], -1), "1 operators or calls .* never"),
     "an operator twice": (MLP, entry("Mul", lambda old: [old, old]), "Mul: is carried out twice"),
     "a call twice": ("model", entry("norm", lambda old: [old, old]), "the call: is carried out twice"),
-    "parts of a whole": (ATTENTION, entry("Split", becomes(outputs=first(on("dp", None, None, "tp")))), "Split: gives"),
+    "parts of a whole": (ATTENTION, entry("Rotary", becomes(outputs=(on("dp", None, None, "tp"),))), "Rotary: gives"),
     "an output's cut forgotten": (
         MLP, entry("SiLU", becomes(outputs=(on("dp", None, None),))), r"gives %\d+.* planned is"),
     "an output's sum forgotten": (OUT, entry("Dense", becomes(outputs=(on("dp", None, None),))), "partial sum: tp"),
     "an output's mark added": (
-        NORM, entry("Square", becomes(outputs=(on("dp", None, None, varying=["tp"]),))), "gives %1"),
+        NORM, entry("RMSNorm", becomes(outputs=(on("dp", None, None, varying=["tp"]),))), r"gives %\d+"),
     "an input in another cut": (
         LOSS, entry("Exp", becomes(inputs=(on("dp", "tp", None),))), r"Exp: takes %4.*isn't available"),
     "an input's mark dropped": (Q, lambda plan: unmarked(plan), r"input 1 has layout \[tp, -\], where .*varying: dp"),
@@ -140,7 +140,7 @@ FAULTS = {  # name -> (path of the Cell, edit of its plan, what the error says)
     "a factor not cut": (MLP, entry("SiLU", cut({"d0": ("dp",)})), r"input 0 has layout .* where"),
     "a factor too much": (
         MLP, entry("Mul", cut({"d0": ("dp",), "d1": ("tp",), "d2": ("tp",)})), "can't be cut as"),
-    "a whole factor cut": (ATTENTION, entry("Split", cut({"number": ("tp",)})), "'number' has to be whole"),
+    "a whole factor cut": (ATTENTION, entry("Rotary", cut({"d3": ("tp",)})), "'d3' has to be whole"),
     "an algorithm forgotten": (
         EMBED, entry("Gather", becomes(algorithm=None, cut_axes=())), "runs None, where gather is needed"),
     "an algorithm over other axes": (EMBED, entry("Gather", becomes(cut_axes=("dp",))), "runs gather"),

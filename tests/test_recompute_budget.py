@@ -132,6 +132,15 @@ def test_close_to_the_best_of_all_subsets():
     assert max(gaps) < 1.5
 
 
+def test_what_must_be_kept_is_never_computed_again():
+    """Neither do the corners drop it, nor is anything exchanged for it."""
+    for seed in range(10):
+        plan, model = random_program(seed, 11)
+        for key in model.producers:
+            for budget in (0.8, 0.5):
+                assert key not in model.choose(plan, budget, keep={key}, is_part=True).dropped
+
+
 def test_the_curve():
     """From nothing computed again to the least memory, both known; in between never more of both."""
     for seed in range(20):

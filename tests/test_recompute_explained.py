@@ -48,7 +48,7 @@ def rows_of(report):
 MARKED = [
     (llama, {"full": True}),
     (llama, {"full": "1", "select": "*.attention", "exclude": "layers.1.mlp.Mul"}),
-    (llama, {"select": ["*.Concat", "*.MatMul", "*.SiLU"]}),
+    (llama, {"select": ["*.Rotary", "*.MatMul", "*.SiLU"]}),
     (llama, {"budget": 0.5}),
     (Net, {"full": True}),
     (Net, {"budget": 0.5}),

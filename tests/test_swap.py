@@ -188,7 +188,7 @@ def test_what_cant_be():
     with pytest.raises(ValueError, match="swap: compiled functions can only recompute whole Cells"):
         value_and_grad(hsdp(swap(sharded(llama), swap=True)), compiled=True)(*INPUTS[llama]())
     both = swap(recompute(sharded(llama), full="0-1"), layer_swap=[{"layers": [1]}])
-    with pytest.raises(ValueError, match=r"model.layers.1.input_layernorm.Square .* and swapped, by recompute.full"):
+    with pytest.raises(ValueError, match=r"model.layers.1.input_layernorm.RMSNorm .* and swapped, by recompute.full"):
         both(*INPUTS[llama]())
     with pytest.raises(ValueError, match=r"swap.op_swap\['\*.softmx'\]: '\*.softmx' matches no Cell or operator"):
         swap(sharded(llama), op_swap={"*.softmx": True})(*INPUTS[llama]())

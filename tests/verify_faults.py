@@ -16,6 +16,7 @@ import yaml
 from mindspore import Tensor, mint, nn, ops
 from models.example import axes_of, columns, rows
 from mutate import Fault
+from support import recomputed_models
 from support.launch import ROOT
 from support.random_steps import TINY, Tower, check_example
 from support.routed_layer import Case
@@ -181,6 +182,17 @@ def tensor_parallel(recomputed=None, **settings):
     return verify(build, mesh, Tensor(array(8, 8))), mesh
 
 
+def blocks():
+    """Verify recomputed blocks, in which an operator has two results of one shape, on 2 ranks."""
+    mesh = DeviceMesh((2,), ("dp",))
+
+    def build():
+        net = recomputed_models.drawn(recomputed_models.Net())
+        return recompute(shard(net, mesh, plan={"": {"input": {"x": layout("dp")}}}), select="*.Split")
+
+    return verify(build, mesh, Tensor(array(4, 8))), mesh
+
+
 def classes(**settings):
     """Verify `Classes` on 2 x 2 ranks."""
     mesh = DeviceMesh((2, 2), ("dp", "tp"))
@@ -249,6 +261,7 @@ SUBJECTS = {
     ),
     "drawn": drawn,
     **{f"attention, {each}": functools.partial(attending, each) for each in ("gather", "ring", "all_to_all")},
+    "blocks, recomputed": blocks,
     "classes": classes,
     "classes, zero 2": lambda: classes(shard_size=2, optimizer_level="level2"),
     "llama": lambda: recipe(*_FLAT),

@@ -6,8 +6,17 @@ import mindspore as ms
 import numpy as np
 from mindspore import ops
 
+from mindformers_core.algorithms.custom import custom_operator
+from mindformers_core.algorithms.rows import rotate
 from mindformers_core.models.rope_scaling import rotary_frequencies
-from mindformers_core.tensor_parallel.layers import cast_to
+from mindformers_core.operators import register_operator
+from mindformers_core.operators.rules.fused import rotary_embedding
+from mindformers_core.operators.saved import SavedByOperator
+
+register_operator(
+    "Rotary", source="mindformers_core.algorithms.rows.rotate", saves=SavedByOperator((1, 2)), operations=3
+)(rotary_embedding)
+_rotate = custom_operator("Rotary", rotate)
 
 
 @ops.constexpr
@@ -31,10 +40,7 @@ def apply_rotary(x, cosines, sines):
     Returns:
         A tensor of the shape and dtype of x; computed in float32.
     """
-    wide = cast_to(x, ms.float32)
-    first, second = ops.split(wide, x.shape[-1] // 2, -1)
-    turned = ops.concat((ops.neg(second), first), -1)
-    return cast_to(ops.add(ops.mul(wide, cosines), ops.mul(turned, sines)), x.dtype)
+    return _rotate(x, cosines, sines)
 
 
 @lru_cache(maxsize=8)

@@ -115,7 +115,7 @@ def choose(plan, budget, saved_bytes, recomputed, not_kept, price, keep=(), is_p
         if plan.graph.training and not is_part:
             raise ValueError(problem)
         return replace(_choice(frozenset(), links, measured, not_kept), problem=problem, least_bytes=least)
-    chosen = frozenset() if all_bytes <= limit else _within(limit, links, measured)
+    chosen = frozenset() if all_bytes <= limit else _within(limit, links, measured, sets[-1])
     return replace(_choice(chosen, links, measured, not_kept), least_bytes=least)
 
 
@@ -135,8 +135,8 @@ def out_of_reach(budget, least_bytes, all_bytes, place, whose):
     )
 
 
-def _within(limit, links, measured):
-    """The set with the least time found within `limit` bytes."""
+def _within(limit, links, measured, droppable):
+    """The set with the least time found within `limit` bytes, of the keys `droppable`."""
 
     def fits(dropped):
         return measured.nbytes(dropped) <= limit
@@ -153,7 +153,7 @@ def _within(limit, links, measured):
     questions = _WORK // len(keys) // len(starts)
     better = []
     for dropped, first, end, above, below in starts:
-        changeable = keys if is_small else keys[first:end]
+        changeable = [key for key in (keys if is_small else keys[first:end]) if key in droppable]
         pieces = pieces_of([key for key in changeable if key in below - above], links.producers)
         better.append(improved(dropped, changeable, pieces, measured, limit, questions))
     return min(better, key=lambda some: (measured.ticks(some), measured.nbytes(some)))

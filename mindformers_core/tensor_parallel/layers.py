@@ -11,10 +11,20 @@ import numpy as np
 from mindspore import Parameter, nn, ops
 from mindspore.common.initializer import Normal, initializer
 
+from mindformers_core.algorithms.custom import custom_operator
+from mindformers_core.algorithms.rows import rms_norm
 from mindformers_core.hints import check_loss
 from mindformers_core.layout import layout
+from mindformers_core.operators import register_operator
+from mindformers_core.operators.rules.normalization import rms_norm_of_rows
+from mindformers_core.operators.saved import SavedByOperator
 from mindformers_core.padding import with_padding
 from mindformers_core.tensor_parallel.fp8 import current_fp8, fp8_dense
+
+register_operator(
+    "RMSNorm", source="mindformers_core.algorithms.rows.rms_norm", saves=SavedByOperator((0, 1)), operations=4
+)(rms_norm_of_rows)
+_rms_norm = custom_operator("RMSNorm", rms_norm)
 
 
 class Linear(nn.Cell):
@@ -185,10 +195,7 @@ class RMSNorm(nn.Cell):
         return hidden_layout(config), None, layout(None)
 
     def construct(self, x):
-        wide = cast_to(x, ms.float32)
-        mean_square = ops.mean(ops.square(wide), -1, keep_dims=True)
-        normed = ops.mul(wide, ops.rsqrt(ops.add(mean_square, self.eps)))
-        return ops.mul(cast_to(normed, x.dtype), self.weight)
+        return _rms_norm(x, self.weight, self.eps)
 
 
 class LayerNorm(nn.Cell):

@@ -191,7 +191,7 @@ def case_a_compiled_llama_has_the_same_bits():
 @on_ranks(2)
 def case_marked_results_of_a_llama():
     """tp 2: what is marked as varying, as inputs of column-parallel weights, goes with the operator that makes it."""
-    results, norms = [], "layers.*.*norm.Mul[1]"
+    results, norms = [], "layers.*.*norm.RMSNorm"
     for settings, swapped in (({}, {}), ({"select": norms}, {}), ({}, {"op_swap": {norms: True}})):
         found, again, net = llama_step(2, swapped=swapped, **settings)
         assert (again > 0) == bool(settings)

@@ -48,6 +48,11 @@ def rms_norm(x, gamma, epsilon=1e-6):
     return _normalised(x, x.ndim - gamma.ndim, (gamma,), 1)
 
 
+def rms_norm_of_rows(x, gamma, epsilon=1e-6):
+    """RMS norm over the last dim: the result alone."""
+    return _normalised(x, x.ndim - 1, (gamma,), 0)
+
+
 @register_operator("GroupNorm", saves=SavedByOperator("all", outputs=(1, 2)), operations=7, algorithms=("group_norm",))
 def group_norm(x, num_groups, weight=None, bias=None, eps=1e-5):
     """Every group of channels normalised: the result, mean and reciprocal standard deviation. Groups are parallel."""

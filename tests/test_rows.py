@@ -1,0 +1,56 @@
+"""RMS norm and rotary embedding with gradients of their own: plain formulas and their gradients by MindSpore, as
+computed on CPU and on devices, in PyNative and under jit."""
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, ops
+
+from mindformers_core.algorithms.rows import _Norm, _NormOfProducts, _Rotary, _RotaryOfProducts
+from mindformers_core.models.rotary import rotary_tables
+
+RNG = np.random.default_rng(3)
+
+
+def random_tensor(*shape):
+    return Tensor(RNG.normal(size=shape).astype(np.float32))
+
+
+def norm_by_hand(x, weight):
+    return x * ops.rsqrt(ops.mean(ops.square(x), -1, keep_dims=True) + 1e-3) * weight
+
+
+def rotated_by_hand(x, cosines, sines):
+    first, second = ops.split(x, x.shape[-1] // 2, -1)
+    return x * cosines + ops.concat((-second, first), -1) * sines
+
+
+def tables(is_of_rows):
+    return [ops.gather(each, Tensor([[1, 0, 5], [2, 3, 4]]), 0) if is_of_rows else each[:3]
+            for each in rotary_tables(6, 8, 100.0)]  # fmt: skip
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("what", ["norm", "rotary", "rotary of rows"])
+def test_values_and_gradients(what, jit, on_cpu):
+    x, slopes = random_tensor(2, 3, 4, 8), random_tensor(2, 3, 4, 8)
+    if what == "norm":
+        norm = _NormOfProducts if on_cpu else _Norm
+        cell, by_hand, others, places = norm(1e-3), norm_by_hand, [random_tensor(8)], (0, 1)
+    else:
+        rotary = _RotaryOfProducts if on_cpu else _Rotary
+        cell, by_hand, others, places = rotary(), rotated_by_hand, tables("rows" in what), (0,)
+
+    def both(function):
+        def run(*args):
+            return ops.sum(function(*args) * slopes)
+
+        found = ms.value_and_grad(run, places)
+        return (ms.jit(found) if jit else found)(x, *others)
+
+    (value, gradients), (expected, wanted) = both(cell), both(by_hand)
+    np.testing.assert_allclose(cell(x, *others).asnumpy(), by_hand(x, *others).asnumpy(), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(value.asnumpy(), expected.asnumpy(), rtol=1e-5, atol=1e-5)
+    for mine, theirs in zip(gradients, wanted, strict=True):
+        np.testing.assert_allclose(mine.asnumpy(), theirs.asnumpy(), rtol=1e-5, atol=1e-5)
