@@ -26,7 +26,7 @@ from mindformers_core.sharding.initialize import materialize
 from mindformers_core.tensor_parallel import shard
 from mindformers_core.tensor_parallel.attention import attention
 
-CP, LENGTH, HIDDEN, HEADS, WORDS, SEED = 2, 4096, 256, 8, 256, 5
+CP, LENGTH, HIDDEN, HEADS, WORDS, SEED = 2, 6144, 256, 8, 256, 5
 ORDER = (0, 3, 1, 2)  # zigzag
 TITLE = f"Llama, 1 layer, hidden {HIDDEN}, {HEADS} heads, length {LENGTH}, batch 1, float32, forward and backward, cp 2"
 CONFIG = LlamaConfig(

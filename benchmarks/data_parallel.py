@@ -17,10 +17,10 @@ from mindformers_core.layout import layout
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.tensor_parallel import jit, shard
 
-DP, BLOCKS, WIDTH, SIZE, BATCH, CLASSES = 2, 4, 32, 32, 16, 10
+DP, BLOCKS, WIDTH, SIZE, BATCH, CLASSES = 2, 4, 128, 28, 16, 10
 TITLE = f"{BLOCKS} residual blocks of {WIDTH} channels, {SIZE} x {SIZE}, batch {BATCH}, float32, dp {DP}"
 LIMIT = 0.6  # of the time of one process
-TOLERANCE = 2e-4  # of a loss or gradient, relative to the largest value in it: sums over the batch in another order
+TOLERANCE = 2e-5  # of a loss or gradient, relative to the largest value in it; a ReLU would make rounding 1e-3
 
 
 class Block(nn.Cell):
@@ -32,7 +32,7 @@ class Block(nn.Cell):
         self.norm1, self.norm2 = nn.BatchNorm2d(WIDTH), nn.BatchNorm2d(WIDTH)
 
     def construct(self, x):
-        return ops.relu(x + self.norm2(self.second(ops.relu(self.norm1(self.first(x))))))
+        return ops.silu(x + self.norm2(self.second(ops.silu(self.norm1(self.first(x))))))
 
 
 class Net(nn.Cell):
