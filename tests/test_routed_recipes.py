@@ -92,11 +92,12 @@ def test_training(tmp_path, name):
     rows, *arrays, found = trained(tmp_path, *TRAINED[name])
     check_rows(rows, expected)
     check_biases(found, biases)
-    for whole, joined in zip(wholes, arrays) if name == "pipeline" else ():  # AdamW makes rounding of others larger
+    for whole, joined in zip(wholes, arrays, strict=True):
         assert whole.keys() == joined.keys()
         for path, array in whole.items():
             mine = joined[path][tuple(map(slice, array.shape))]  # no axis divides the vocabulary
-            np.testing.assert_allclose(mine, array, 0, 1e-5 * abs(array).max(), err_msg=path)
+            # float32 has 1.3e-5 in two of 4,112 gradients of an embedding; in float64 `verify` finds no difference
+            np.testing.assert_allclose(mine, array, 0, 3e-5 * abs(array).max(), err_msg=path)
 
 
 def test_dropped_choices_are_counted(tmp_path):
