@@ -11,6 +11,7 @@ from mindspore import dtype as mstype, ops
 from mindformers_core.algorithms.custom import custom_operator
 
 _LITTLE = 2.0**-20  # an epsilon: with a variance of 1 - _LITTLE, which is exact, the factor is exactly 1
+_known_norm = ops.BatchNorm(False, _LITTLE)
 
 
 def apply_factors(x, factor, shift, center):
@@ -22,7 +23,7 @@ def apply_factors(x, factor, shift, center):
     known = ops.stop_gradient(center)
     shift = shift - ops.stop_gradient(factor) * (center - known)  # the kernel's statistics get no gradient
     variance = ops.ones_like(known) - _LITTLE
-    return ops.reshape(ops.BatchNorm(False, _LITTLE)(_planes(x), factor, shift, known, variance)[0], x.shape)
+    return ops.reshape(_known_norm(_planes(x), factor, shift, known, variance)[0], x.shape)
 
 
 channel_factors = custom_operator("ChannelFactors", apply_factors)
