@@ -248,7 +248,7 @@ class Plain(nn.Cell):
 @pytest.mark.usefixtures("one_rank")
 def test_a_model_without_caches(trained):
     recipe = recipe_of(*mesh())
-    keys = "parallelism", "training", "context", "model", "adapters"
+    keys = "parallelism", "training", "context", "model", "adapters", "moe"
     theirs = {"spec": ModelSpec(Plain, type(recipe.model)), "model_name": "mine:Plain"}
     other = make_dataclass("Other", [*keys, *theirs])(*(getattr(recipe, key) for key in keys), **theirs)
     with pytest.raises(ValueError, match=r"model.name: mine:Plain can't generate: Plain has no method add_caches"):

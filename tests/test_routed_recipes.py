@@ -137,8 +137,6 @@ def test_a_run_goes_on_on_another_mesh(tmp_path):
 
 def test_empty_rows_count_nowhere(tmp_path):
     """Three samples are alone what they are with an empty row behind them: in losses, loads and gradients."""
-    alone, padded = (
-        trained(tmp_path, *mesh(), "training.global_batch_size=3", f"training.local_batch_size={rows}")[0]
-        for rows in (3, 4)
-    )
+    given = *mesh(), "training.global_batch_size=3", "optimizer.eps=1.e-4"  # rounding of small gradients stays small
+    alone, padded = (trained(tmp_path, *given, f"training.local_batch_size={rows}")[0] for rows in (3, 4))
     check_rows(padded, alone[0])
