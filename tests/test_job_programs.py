@@ -36,7 +36,7 @@ def alone(monkeypatch):
             "recompute.select[1]: 'layers.*.mlpp' matches no Cell or operator: below 'layers.*'"),
         (["recompute.exclude=['*.sofmax']", "recompute.full=true"], "recompute.exclude: '*.sofmax' matches no"),
         (["swap.op_swap={'*.mpl': true}"], "swap.op_swap['*.mpl']: '*.mpl' matches no Cell or operator"),
-        (["recompute.budget=0.0001"], "recompute.budget: 0.0001 is out of reach: with all computed again that may be, "),
+        (["recompute.budget=0.0001"], "recompute.budget: 0.0001 is out of reach: with all computed again "),
         (
             ["recompute.select=['*.attention']", "swap.op_swap={layers.0.self_attn: true}"],
             "model.layers.0.self_attn.core_attention.Attention of the root Cell (LlamaForCausalLM) is recomputed and",
