@@ -20,7 +20,7 @@ from mindformers_core.operators.sequence_exchange import chunk_blocks, chunk_ord
 
 _add_part = custom_operator("AttentionPart", add_part)
 _part_gradient = custom_operator("AttentionPartGradient", part_gradient)
-_SCORES = 1 << 20  # of a block of queries
+_SCORES, _ROWS = 1 << 20, 128  # of a block of queries; fewer rows take longer each
 
 
 def merge(operator, args, context):
@@ -118,7 +118,8 @@ class _Cut:
         self.each = len(self.order) // ranks
         self.length = query.shape[1] // self.each
         self.is_known = order is not None
-        rows = max(16, min(self.length // 8, _SCORES // (query.shape[0] * query.shape[2] * self.length)))
+        cached = _SCORES // (query.shape[0] * query.shape[2] * self.length)
+        rows = max(16, min(self.length // 8, max(_ROWS, cached)))
         drop, own, draws = dropped or (0.0, None, None)
         has_kernel = fits_kernel(query.dtype, query.shape[3], value.shape[3], drop)
         known = self.length, order, reach, exact, rows, has_kernel
