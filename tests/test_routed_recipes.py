@@ -96,8 +96,9 @@ def test_training(tmp_path, name):
         assert whole.keys() == joined.keys()
         for path, array in whole.items():
             mine = joined[path][tuple(map(slice, array.shape))]  # no axis divides the vocabulary
-            # float32 has 1.3e-5 in two of 4,112 gradients of an embedding; in float64 `verify` finds no difference
-            np.testing.assert_allclose(mine, array, 0, 3e-5 * abs(array).max(), err_msg=path)
+            # others have up to 1.3e-5 in float32; in float64 `verify` finds no difference (eager, sequences)
+            tolerance = 1e-5 if name == "pipeline" else 3e-5
+            np.testing.assert_allclose(mine, array, 0, tolerance * abs(array).max(), err_msg=path)
 
 
 def test_dropped_choices_are_counted(tmp_path):

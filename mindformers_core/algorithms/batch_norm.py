@@ -31,7 +31,7 @@ channel_factors = custom_operator("ChannelFactors", apply_factors)
 
 def train_norm(x, scale, bias, epsilon):
     """The operator `TrainedBatchNorm`: x (N, C, …), scale and bias (C,) → the result, mean and variance (C,)."""
-    count = math.prod(x.shape) // x.shape[1]
+    count = _count(x.shape)
     if x.dtype == mstype.float64:
         mean, variance = _moments(x, _alone, count)
         return apply_factors(x, ops.rsqrt(variance + epsilon) * scale, bias, mean), mean, variance
@@ -47,14 +47,14 @@ trained_batch_norm = custom_operator("TrainedBatchNorm", train_norm)
 def norm_of_parts(_, args, context):
     """`TrainedBatchNorm` by the mean of all parts, and the squares of differences from it, which lose no digits."""
     x, scale, bias, epsilon = args
-    mean, variance = _moments(x, context.combined, _count(context))
+    mean, variance = _moments(x, context.combined, _count(context.shapes[0]))
     return channel_factors(x, ops.rsqrt(variance + epsilon) * scale, bias, mean), mean, variance
 
 
 def gradient_of_parts(args, results, gradients, context):
     """The gradients of the tensor, scale and bias; statistics pass none on."""
     (x, scale, _, epsilon), (_, mean, variance), (gradient, *_) = args, results, gradients
-    deviation, zeros, count = ops.rsqrt(variance + epsilon), ops.zeros_like(mean), _count(context)
+    deviation, zeros, count = ops.rsqrt(variance + epsilon), ops.zeros_like(mean), _count(context.shapes[0])
     of_bias = _sums(gradient)
     of_scale = _sums(gradient * channel_factors(x, deviation, zeros, mean))
     factor, center = scale * deviation, context.combined(of_bias) / count
@@ -85,6 +85,6 @@ def _sums(x):
     return ops.sum(ops.reshape(sums, x.shape[:2]), 0)
 
 
-def _count(context):
-    shape = context.shapes[0]
+def _count(shape):
+    """The number of elements of a channel."""
     return math.prod(shape) // shape[1]
