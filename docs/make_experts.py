@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from mindformers_core.explaining import pictures
-from mindformers_core.models.expert_placement import PlacementSettings, placement, rank_loads
+from mindformers_core.models.expert_placement import PlacementSettings, placed_by_loads, rank_loads
 
 __all__ = ["IMAGES", "PAGE", "TRACES", "draw_pictures", "followed"]
 
@@ -34,8 +34,7 @@ def followed(share, settings=SETTINGS):
         loads = sum(draws.multinomial(CHOICES, each / each.sum()) for each in steps)
         of_ranks = [rank_loads(loads, each, RANKS) for each in (still, experts)]
         found.append([each.max() / each.mean() for each in of_ranks])
-        if found[-1][1] > settings.threshold:
-            experts = placement(loads, RANKS, experts, (1 + settings.threshold) / 2)
+        experts = placed_by_loads(loads, RANKS, experts, settings.threshold)
     return np.array(found).T
 
 

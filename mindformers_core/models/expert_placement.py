@@ -27,6 +27,15 @@ def rank_loads(loads, experts, ranks):
     return np.asarray(loads, float)[np.asarray(experts)].reshape(ranks, -1).sum(1)
 
 
+def placed_by_loads(loads, ranks, experts, threshold):
+    """The experts at each position after a look at their loads: as before up to `threshold` times the mean, else moved
+    until the busiest rank's load is halfway between it and the mean. Arguments as of `placement`."""
+    of_ranks = rank_loads(loads, experts, ranks)
+    if of_ranks.max() <= threshold * of_ranks.mean():
+        return experts
+    return placement(loads, ranks, experts, (1 + threshold) / 2)
+
+
 def placement(loads, ranks, experts, threshold=1.0):
     """The experts at each position after as few moves as bring the busiest rank's load to `threshold` times the mean.
 

@@ -6,7 +6,7 @@ from mindspore import Tensor, ops
 from mindformers_core.checkpoint.hugging_face import tensor_map
 from mindformers_core.checkpoint.tensor_map import placed
 from mindformers_core.checkpoint.tensors import fill_parameter
-from mindformers_core.models.expert_placement import placement, rank_loads
+from mindformers_core.models.expert_placement import placed_by_loads
 from mindformers_core.scopes import errors_at
 
 
@@ -58,11 +58,9 @@ class ExpertPlacement:
 
     def _move(self, loads):
         """Move the experts of layers with such loads (layers, experts) of experts; the number of those that moved."""
-        threshold, before = self._settings.threshold, self._experts.copy()
+        before = self._experts.copy()
         for place, own in enumerate(loads):
-            by_rank = rank_loads(own, before[place], self._ranks)
-            if by_rank.max() > threshold * by_rank.mean():
-                self._experts[place] = placement(own, self._ranks, before[place], (1 + threshold) / 2)
+            self._experts[place] = placed_by_loads(own, self._ranks, before[place], self._settings.threshold)
         if (moved := int((self._experts != before).sum())) == 0:
             return 0
         self._checkpointer.arrange((*self._entries(dict(enumerate(self._experts.tolist()))), *self._map))
