@@ -7,7 +7,9 @@ statistics doesn't, and products with ones add rows quickly. So large tensors me
 import math
 
 from mindspore import dtype as mstype, ops
+from mindspore.ops.auto_generate import BatchNormGrad
 
+from mindformers_core.algorithms.compiled import on_cpu
 from mindformers_core.algorithms.custom import custom_operator
 
 _LITTLE = 2.0**-20  # an epsilon: with a variance of 1 - _LITTLE, which is exact, the factor is exactly 1
@@ -31,51 +33,63 @@ channel_factors = custom_operator("ChannelFactors", apply_factors)
 
 def train_norm(x, scale, bias, epsilon):
     """The operator `TrainedBatchNorm`: x (N, C, …), scale and bias (C,) → the result, mean and variance (C,)."""
-    count = _count(x.shape)
     if x.dtype == mstype.float64:
-        mean, variance = _moments(x, _alone, count)
+        mean, variance = _moments(x)
         return apply_factors(x, ops.rsqrt(variance + epsilon) * scale, bias, mean), mean, variance
-    mean, variance = _moments(ops.stop_gradient(x), _alone, count)
-    running = mean + 1, variance + 1  # tensors of its own: the kernel changes them in place
-    y = ops.BatchNorm(True, epsilon)(_planes(x), scale, bias, *running)[0]
+    running = ops.zeros_like(scale), ops.ones_like(scale)  # with momentum 0 the kernel writes the same values into them
+    y, _, _, mean, variance = ops.BatchNorm(True, epsilon, 0.0)(_planes(x), scale, bias, *running)
+    if not on_cpu():  # other kernels keep other things for the gradient, as a reciprocal
+        mean, variance = _moments(ops.stop_gradient(_planes(x)))
     return ops.reshape(y, x.shape), mean, variance
 
 
 trained_batch_norm = custom_operator("TrainedBatchNorm", train_norm)
 
 
+def _known_gradient(gradient, x, scale, mean, variance, epsilon):
+    """The gradients of x, scale and bias by that of a norm of known statistics."""
+    if x.dtype == mstype.float64 or not on_cpu():
+        deviation, zeros = ops.rsqrt(variance + epsilon), ops.zeros_like(mean)
+        of_scale = _sums(gradient * channel_factors(x, deviation, zeros, mean))
+        return channel_factors(gradient, scale * deviation, zeros, zeros), of_scale, _sums(gradient)
+    given = _planes(gradient), _planes(x), scale, mean, variance, variance
+    of_x, of_scale, of_bias = BatchNormGrad(False, epsilon)(*given)
+    return ops.reshape(of_x, x.shape), of_scale, of_bias
+
+
 def norm_of_parts(_, args, context):
-    """`TrainedBatchNorm` by the mean of all parts, and the squares of differences from it, which lose no digits."""
+    """`TrainedBatchNorm` by the moments of all parts, which are put together without a loss of digits (Chan, Golub and
+    LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979).
+    """
     x, scale, bias, epsilon = args
-    mean, variance = _moments(x, context.combined, _count(context.shapes[0]))
+    _, center, spread = trained_batch_norm(x, scale, bias, epsilon)
+    part = _count(x.shape) / _count(context.shapes[0])
+    mean = context.combined(center * part)
+    variance = context.combined((spread + ops.square(center - mean)) * part)
     return channel_factors(x, ops.rsqrt(variance + epsilon) * scale, bias, mean), mean, variance
 
 
 def gradient_of_parts(args, results, gradients, context):
     """The gradients of the tensor, scale and bias; statistics pass none on."""
     (x, scale, _, epsilon), (_, mean, variance), (gradient, *_) = args, results, gradients
-    deviation, zeros, count = ops.rsqrt(variance + epsilon), ops.zeros_like(mean), _count(context.shapes[0])
-    of_bias = _sums(gradient)
-    of_scale = _sums(gradient * channel_factors(x, deviation, zeros, mean))
-    factor, center = scale * deviation, context.combined(of_bias) / count
-    along = factor * deviation * context.combined(of_scale) / count
-    return channel_factors(gradient, factor, zeros, center) - channel_factors(x, along, zeros, mean), of_scale, of_bias
+    of_x, of_scale, of_bias = _known_gradient(gradient, x, scale, mean, variance, epsilon)
+    deviation, count = ops.rsqrt(variance + epsilon), _count(context.shapes[0])
+    factor = scale * deviation / count
+    along, center = factor * deviation * context.combined(of_scale), factor * context.combined(of_bias)
+    return of_x - channel_factors(x, along, center, mean), of_scale, of_bias
 
 
-def _moments(x, combined, count):
-    """Mean and variance (C,) of x (N, C, …), of which all parts have so many elements a channel."""
-    mean = combined(_sums(x)) / count
-    centered = channel_factors(x, ops.ones_like(mean), ops.zeros_like(mean), mean)
-    return mean, combined(_sums(centered * centered)) / count
+def _moments(x):
+    """Mean and variance (C,) of x (N, C, …)."""
+    count = _count(x.shape)
+    mean = _sums(x) / count
+    centered = apply_factors(x, ops.ones_like(mean), ops.zeros_like(mean), mean)
+    return mean, _sums(centered * centered) / count
 
 
 def _planes(x):
     """x (N, C, …) with four dims, as `BatchNorm` takes it."""
     return x if x.ndim == 4 else ops.reshape(x, (*x.shape[:2], -1, 1))
-
-
-def _alone(local):
-    return local
 
 
 def _sums(x):

@@ -1,5 +1,6 @@
 """What compiled functions learn from Python, as constants, while MindSpore infers types."""
 
+from mindspore import get_context, ops
 from mindspore.ops.primitive import PrimitiveWithInfer
 
 
@@ -23,3 +24,9 @@ class _InGraph(ConstantOfPython):
 
 
 in_graph = _InGraph()
+
+
+@ops.constexpr
+def on_cpu():
+    """Whether MindSpore runs on CPU."""
+    return get_context("device_target") == "CPU"

@@ -1,6 +1,6 @@
 """Operators that MindSpore gets wrong on CPU (docs/mindspore.md), for both engines: the same results from others."""
 
-from mindspore import Tensor, dtype as mstype, get_context, ops
+from mindspore import Tensor, dtype as mstype, ops
 from mindspore.ops.auto_generate import (
     binary_cross_entropy_with_logits_impl,
     constant_pad_nd_op,
@@ -9,6 +9,7 @@ from mindspore.ops.auto_generate import (
 )
 
 from mindformers_core.algorithms import halo
+from mindformers_core.algorithms.compiled import on_cpu
 from mindformers_core.algorithms.dropout import next_random_state
 from mindformers_core.algorithms.lookups import embedding_rows
 from mindformers_core.lowering.einsum import contract
@@ -17,14 +18,9 @@ from mindformers_core.operators.words import word
 _WITH_GRADIENT = (mstype.float16, mstype.float32, mstype.float64)
 
 
-@ops.constexpr
-def _is_on_cpu():
-    return get_context("device_target") == "CPU"
-
-
 def index_added(x, dim, index, source, alpha=1):
     """`x.index_add`, which changes `x` on CPU, and can't be compiled there."""
-    if not _is_on_cpu():
+    if not on_cpu():
         return x.index_add(dim, index, source, alpha=alpha)
     source = source if alpha == 1 else source * alpha
     added = ops.tensor_scatter_add(ops.swapaxes(x, 0, dim), ops.expand_dims(index, 1), ops.swapaxes(source, 0, dim))
@@ -46,7 +42,7 @@ def cumulative_product(x, dim, exclusive=False, reverse=False):
     """`CumProd`; on CPU as log2(n) products with the tensor shifted (Hillis and Steele, 1986): MindSpore's gradient is
     divided by `x`, so NaN at zeros, and differs from call to call.
     """
-    if not _is_on_cpu() or x.dtype not in _WITH_GRADIENT:
+    if not on_cpu() or x.dtype not in _WITH_GRADIENT:
         return ops.CumProd(exclusive, reverse)(x, dim)
     dim, shift = dim % x.ndim, 1
     product = _shifted(x, dim, 1, reverse) if exclusive else x
@@ -62,7 +58,7 @@ def _shifted(x, dim, count, reverse):
 
 def mish(x):
     """`Mish`, which is NaN on CPU from 45 on, where it has long been `x`."""
-    if not _is_on_cpu():
+    if not on_cpu():
         return ops.mish(x)
     low = ops.minimum(x, 20.0)
     return ops.mish(low) + (x - low)
@@ -74,7 +70,7 @@ def softmax(x, axis=-1):
     The gradient over a dim of size 1 isn't 0 there, and spoils those of later calls.
     """
     dim = axis[0] if isinstance(axis, (tuple, list)) else axis
-    if not _is_on_cpu() or (isinstance(axis, (tuple, list)) and len(axis) > 1):
+    if not on_cpu() or (isinstance(axis, (tuple, list)) and len(axis) > 1):
         return softmax_impl(x, axis)
     if x.shape[dim] == 1:
         return x - x + 1.0
@@ -97,7 +93,7 @@ def negative_log_likelihood(logits, labels, weight, reduction=1, ignore_index=-1
 
 def padded(x, padding, value=0.0):
     """`ConstantPadND`: on CPU, there is no kernel, and that of `PadV3` leaves results unwritten where it cuts off."""
-    if not _is_on_cpu():
+    if not on_cpu():
         return constant_pad_nd_op(x, padding, value)
     for place in range(len(padding) // 2):
         x = halo.padded(x, x.ndim - 1 - place, padding[2 * place], padding[2 * place + 1], value)
