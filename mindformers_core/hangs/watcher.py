@@ -49,7 +49,7 @@ class Watch:
         faulthandler.register(signal.SIGUSR2, stack_file, all_threads=False, chain=False)
         self.recorder = Recorder(self.board, rank, stack_file, check)
         self._slot, self._is_open = self.recorder.slot, True
-        self._code = FOR_OTHERS  # exit code where there is a report
+        self._code, self.job_leaves = FOR_OTHERS, False  # exit code where there is a report, or all ranks leave
         self._processes = {}  # descriptor that is readable once the process has ended -> rank
         self._thread = threading.Thread(target=self._run, name="hang watcher", daemon=True)
         self._thread.start()
@@ -114,11 +114,11 @@ class Watch:
             self.fail(error, _RAISED_CODE)
 
     def _leave(self):
-        """At the end of the process: MindSpore's own end would wait for ranks that are gone."""
+        """At the end of the process: MindSpore's own end would wait for ranks, or a scheduler, that are gone."""
         if os.getpid() == self._slot.pid:  # no forked process
             self._slot.ended = True
             self.board.hide()
-            if self.board.report:
+            if self.board.report or self.job_leaves:
                 self._end()
 
     def _run(self):
@@ -211,7 +211,7 @@ class Watch:
         os._exit(self._code)
 
     def _tell_report(self):
-        if self._code == FOR_OTHERS:
+        if self._code == FOR_OTHERS and self.board.report:
             tell_end(self.board.report.partition("\n")[0], self._code)
 
     def _runs(self, rank):

@@ -28,8 +28,8 @@ class Leaving:
     def __init__(self, mesh, rank, grace):
         self._ranks, self._is_alone = ranks_of(mesh, rank), mesh.size == 1
         self._grace, self._before, self.asked, self._heard = grace, None, False, 0.0
-        watch = process_state().watch
-        self._board = watch and watch.board
+        self._watch = process_state().watch
+        self._board = self._watch and self._watch.board
 
     def __enter__(self):
         if _is_main_thread():
@@ -71,6 +71,8 @@ class Leaving:
         self._ranks.gather(None)
         if self._ranks.rank == 0:
             print(f"SIGTERM: the job leaves after step {step}; its newest checkpoint is {newest}", flush=True)
+        if self._watch:
+            self._watch.job_leaves = True
         sys.exit(FOR_OTHERS)
 
 
