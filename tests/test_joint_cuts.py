@@ -12,6 +12,7 @@ from mindformers_core.communication.world import rank_of
 from mindformers_core.layout import Layout, layout
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.operators import OperatorCall, registry, resolve, signature_of, tensor_meta
+from mindformers_core.operators.resolve import alternatives
 from mindformers_core.program.plan import OperatorPlan
 from mindformers_core.propagation.algorithms import algorithm_steps
 from mindformers_core.redistribution import CPU
@@ -92,3 +93,13 @@ def test_an_offered_cut_wins_by_its_price():
         assert called.inputs[0].axes[0] == cut
         check = verify(Scaled(function), MESH, Tensor(ROWS))
         assert not check.faults, check.report()
+
+
+def test_axes_of_size_1_are_offered_nothing():
+    """Each would double the choices, whose algorithms are run to be priced."""
+    found = []
+    for mesh in (RING, DeviceMesh((1, 4, 1), ("pp", "cp", "tp"))):
+        metas = (tensor_meta((8, 4), "float32", Layout.on(mesh, ((), ()))),)
+        ways = alternatives(OperatorCall("Many", signature_of("Many", metas), metas, mesh, CPU))
+        found.append([way.choice for way in ways])
+    assert found[0] == found[1] and len(found[0]) > 1

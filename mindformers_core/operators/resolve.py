@@ -74,10 +74,10 @@ def _arriving(call):
 
 def _choices(call, arriving):
     """The `Choice` of each combination of options that the operator admits, in the order of preference."""
-    names = call.mesh.axis_names
+    names = [axis for axis in call.mesh.axis_names if call.mesh.axis_size(axis) > 1]
     for choice in product(*[_options(call.signature, call.metas, arriving, axis) for axis in names]):
         chosen = dict(zip(names, choice))
-        axes_of = _ordered_cuts(arriving, call.mesh, chosen)
+        axes_of = _ordered_cuts(arriving, chosen)
         if _cuts_fit(call.signature, call.mesh, axes_of) and len(_algorithms(call.signature, axes_of)) <= 1:
             partial = [(axis, group, op) for axis, (kind, group, op) in chosen.items() if kind == "partial"]
             yield Choice(tuple(axes_of.items()), tuple((axis, tuple(sorted(group)), op) for axis, group, op in partial))
@@ -275,10 +275,9 @@ def checked_outputs(signature, metas, mesh, axes_of):
     return outputs
 
 
-def _ordered_cuts(arriving, mesh, choices):
+def _ordered_cuts(arriving, choices):
     """Factor -> axes that shard it, in the order of an input that is sharded alike, else in mesh order."""
-    chosen = ((axis, *choices[axis]) for axis in mesh.axis_names)
-    cuts = [(factor, axis, group) for axis, kind, group, _ in chosen if kind == "cut" for factor in group]
+    cuts = [(factor, axis, group) for axis, (kind, group, _) in choices.items() if kind == "cut" for factor in group]
     axes_of = grouped((factor, axis) for factor, axis, _ in cuts)
     groups = {factor: group for factor, _, group in cuts}
     for factor, axes in axes_of.items():  # factors that are cut jointly have their axes in one order
