@@ -1,7 +1,8 @@
 """A sequence that two ranks share, against one process; and attention on one card by blocks, against plain operators.
 
 The model is one decoder layer of our Llama with a text so long that attention is most of its time; `attention` is that
-alone. All variants are checked to agree. Afterwards `one_card_attention.py` measures in processes of its own.
+alone, and `attention/both` the same on both ranks at once, by which two processes slow each other down on this machine.
+All variants are checked to agree. Afterwards `one_card_attention.py` measures in processes of its own.
 """
 
 import json
@@ -54,7 +55,7 @@ def make_variants():
         passes[algorithm] = partial(gradients_of(net), *part)
         for found, wanted in zip(passes[algorithm](), truth, strict=True):
             np.testing.assert_allclose(found.asnumpy(), wanted, atol=TOLERANCE * np.abs(wanted).max())
-    passes["attention"] = attention_alone()
+    passes["attention"] = passes["attention/both"] = attention_alone()
     ranks = {"single": (0,), "attention": (0,)}
     return [Variant(name, "single", run, ranks=ranks.get(name)) for name, run in passes.items()]
 
@@ -88,6 +89,8 @@ def remarks(results):
     for name in ("ring", "gather"):
         part = statistics.median(results[name].cpu) / CP / single
         lines.append(f"- {name}: CPU time of a rank {part:.3f} of single, which a loaded machine changes less")
+    both = results["attention/both"].median / results["attention"].median
+    lines.append(f"- the same attention on both ranks at once: {both:.2f} of one; half of that is the least")
     share = results["attention"].median / results["single"].median
     lines.append(f"- attention: {share:.2f} of single; at least {SHARE:g}, {'kept' if share >= SHARE else 'MISSED'}")
     script = Path(__file__).with_name("one_card_attention.py")
