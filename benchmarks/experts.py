@@ -1,6 +1,7 @@
 """A layer of experts on two ranks that share tokens and experts, against one process that has all, and hand-written.
 
-All variants are checked to have one card's loss and gradients: of the input, the router, and the experts.
+All variants are checked to have one card's loss and gradients: of the input, the router, and the experts. In those of
+`capacity` an expert takes of a sample's choices as many as all experts alike would, and others are dropped.
 """
 
 import statistics
@@ -25,16 +26,17 @@ TITLE = (
 )
 TOLERANCE = 1e-5  # of a loss or gradient, relative to the largest value in it
 BASE = "single/pynative"
+CAPACITY = LENGTH * CHOICES // EXPERTS, LENGTH
 LIMIT, BY_HAND = 0.65, 1.03  # of two ranks' time over one's, and over the hand-written one's
 
 
 class Layer(nn.Cell):
     """Tokens (batch, length, H) → a loss."""
 
-    def __init__(self):
+    def __init__(self, capacity=None):
         super().__init__()
         router = Router(HIDDEN, RouterConfig(EXPERTS, CHOICES))
-        self.moe = MixtureOfExperts(router, RoutedExperts(EXPERTS, HIDDEN, INNER))
+        self.moe = MixtureOfExperts(router, RoutedExperts(EXPERTS, HIDDEN, INNER, capacity=capacity))
 
     def construct(self, x):
         return ops.sum(ops.square(self.moe(x)[0]))
@@ -84,15 +86,17 @@ class Handwritten(nn.Cell):
 
 def make_variants():
     """All variants, once they are checked to agree."""
-    mesh, draw, nets = init_device_mesh((EP,), ("ep",)), np.random.default_rng(SEED), [Layer() for _ in range(3)]
+    mesh, draw = init_device_mesh((EP,), ("ep",)), np.random.default_rng(SEED)
+    nets = [Layer(capacity) for capacity in (None, None, None, CAPACITY, CAPACITY)]
     whole = draw.normal(size=(BATCH, LENGTH, HIDDEN)).astype(np.float32)
     values = [draw.normal(size=each.shape).astype(np.float32) * 0.1 for each in nets[0].trainable_params()]
     for net in nets:
         for parameter, value in zip(net.trainable_params(), values, strict=True):
             parameter.set_data(Tensor(value))
-    single, generated, eager = nets
+    single, generated, eager, single_capacity, capacity = nets
     config, plan = SimpleNamespace(expert_parallel=("ep",)), {"": {"input": {"x": layout("ep", None, None)}}}
-    shard(generated, mesh, config, plan)
+    for net in (generated, capacity):
+        shard(net, mesh, config, plan)
     shard(eager, mesh, config, plan, mode="eager")
     handwritten = Handwritten(mesh)
     for parameter, value in zip(handwritten.trainable_params(), values, strict=True):
@@ -105,11 +109,13 @@ def make_variants():
         "generated/pynative": gradients_of(generated),
         "generated/jit": compiled(gradients_of(generated)),
         "eager": gradients_of(eager),
+        "single/jit/capacity": compiled(gradients_of(single_capacity)),
+        "capacity/jit": compiled(gradients_of(capacity)),
     }
     inputs = {name: (x if name.startswith("single") else mine,) for name in steps}
-    truth = flat(steps["single/pynative"](x))
+    truth, dropping = (flat(gradients_of(net)(x)) for net in (single, single_capacity))
     for name, step in steps.items():
-        for found, expected in zip(flat(step(*inputs[name])), truth, strict=True):
+        for found, expected in zip(flat(step(*inputs[name])), dropping if "capacity" in name else truth, strict=True):
             expected = own(expected, found.shape)
             np.testing.assert_allclose(found, expected, atol=TOLERANCE * np.abs(expected).max(), err_msg=name)
     return [
@@ -126,7 +132,7 @@ def own(whole, shape):
 def remarks(results):
     """Ratios of wall time, with their limits, and of CPU time."""
     pairs = [("generated/pynative", BASE, LIMIT), ("generated/jit", "single/jit", LIMIT), ("eager", BASE, None)]
-    pairs.append(("generated/pynative", "handwritten", BY_HAND))
+    pairs += [("capacity/jit", "single/jit/capacity", LIMIT), ("generated/pynative", "handwritten", BY_HAND)]
     lines, all_kept = ratio_remarks(results, pairs)
     for name, base, _ in pairs:
         spent, of_base = (statistics.median(results[each].cpu) for each in (name, base))
