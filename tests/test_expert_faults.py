@@ -48,7 +48,8 @@ THREADS = {  # threads of other projects, and the fault -> files and tests, or `
         "verify_faults.yaml", "tied-norm-counted-twice", "verify_faults.yaml", "mark-lost-in-the-plan"),
     "rows behind those that are filled are sent, or a step is compiled for each load": (
         "ranks/case_experts.py", "case_balanced_choices_send_as_many_bytes_as_the_formula_says",
-        "test_experts.py", "test_one_card"),
+        "expert_faults.yaml", "rows-for-the-first-expert-stay",
+        "expert_faults.yaml", "as-many-rows-back-as-there", "test_experts.py", "test_one_card"),
 }  # fmt: skip
 
 

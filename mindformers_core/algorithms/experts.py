@@ -78,6 +78,25 @@ def places_of_choices(ids, owners, ranks, most, capacity):
     return ops.reshape(taken, (ranks, most)), ops.reshape(places, ids.shape), ops.reshape(local, (ranks, most))
 
 
+def sizes_of_rows(sent, received):
+    """What the host has to know of the experts of a layer, in PyNative by the only read of a device in both passes.
+
+    Args:
+        sent, received: int32 (ranks, most), the numbers of experts of rows for each rank, and from each; or -1.
+
+    Returns:
+        int32 (2, ranks), how many rows go to each rank, and come from each; the same of their way back; and `received`
+        as ids (ranks * most, 1).
+    """
+    both = ops.stack((sent, received))
+    if in_graph():  # where rows have room for all, and nobody takes sizes
+        sizes = ops.zeros((2, sent.shape[0]), mstype.int32)
+        return sizes, sizes, ops.reshape(received, (-1, 1))
+    both = both.asnumpy()
+    sizes = (both >= 0).sum(2).astype(np.int32)
+    return Tensor(sizes), Tensor(np.flip(sizes, 0).copy()), Tensor(both[1].reshape(-1, 1))
+
+
 def ranked(keys, count):
     """Of each of the int32 `keys` (n,) in 0 … count - 1 its place among equal ones; and how many each key has."""
     order = ops.argsort(keys)
@@ -89,10 +108,9 @@ def ranked(keys, count):
 
 def expert_rows(x, ids, gate_up, down, gate_up_bias, down_bias, activation):
     """What each chosen expert makes of a token: rows (n, H) and ids (n, K) → (n, K, H); zeros where an id is -1."""
-    ids = ops.stop_gradient(ids)
     if not in_graph():
         return _exactly(x, ids, gate_up, down, gate_up_bias, down_bias, activation)
-    return _by_blocks(x, ids, gate_up, down, gate_up_bias, down_bias, activation)
+    return _by_blocks(x, ops.stop_gradient(ids), gate_up, down, gate_up_bias, down_bias, activation)
 
 
 def _exactly(x, ids, gate_up, down, gate_up_bias, down_bias, activation):

@@ -34,11 +34,14 @@ def redistribute_local(local, source, target, shape=None, model=None):
     return steps_local(local, *plan_redistribution(source, target, shape, dtype_name(local.dtype), model).steps)
 
 
-def steps_local(local, *steps):
-    """`local`, this rank's tensor, after some `Step`s, which send it in its `wire_dtype`; differentiable."""
+def steps_local(local, *steps, others=()):
+    """`local`, this rank's tensor, after some `Step`s, which send it in its `wire_dtype`; differentiable.
+
+    `others`: further operands of each step. Default: none.
+    """
     name = dtype_name(local.dtype)
     is_cast = wire_dtype(name) != name
     sent = ops.cast(local, getattr(mstype, wire_dtype(name))) if is_cast else local
     for step in steps:
-        sent = communicator(step.source.mesh).cell(step)(sent)
+        sent = communicator(step.source.mesh).cell(step)(sent, *others)
     return ops.cast(sent, local.dtype) if is_cast else sent

@@ -27,7 +27,7 @@ class ShardContext:
         shapes: the global shape of every tensor input.
         rank: the rank that runs, or for which it is written down.
         redistribute: `redistribute(local, source, target)` takes a local tensor from one layout to another.
-        run_step: `run_step(local, step)` runs a `Step`.
+        run_step: `run_step(local, step, others=())` runs a `Step`, perhaps with further operands.
         next_random_state: gives seed and offset of the next random draw.
         halos: of the operator's `LocalCall`.
         output: layout and global shape of the first result.
@@ -108,11 +108,15 @@ class ShardContext:
         known = self.mesh, self.axes, distance, local.shape, dtype_name(local.dtype), givers
         return self.run_step(local, shift_step(*known))
 
-    def exchanged(self, local):
-        """Row i of every part's tensor (parts, rows, …), for part i; in PyNative on CPU without zeros behind rows."""
+    def exchanged(self, local, sizes):
+        """Row i of every part's tensor (parts, rows, …), for part i; in PyNative on CPU without zeros behind rows.
+
+        `sizes`: on the host, int32 (2, parts): how many rows go to each part, and come from each.
+        """
         if self.count == 1:
             return local
-        return self.run_step(local, exchange_step(self.mesh, self.axes, local.shape, dtype_name(local.dtype)))
+        step = exchange_step(self.mesh, self.axes, local.shape, dtype_name(local.dtype))
+        return self.run_step(local, step, others=(sizes,))
 
     def _made_whole(self, local, dims, partial_ops, varying):
         whole = Layout.on(self.mesh, [()] * local.ndim, varying=self.axes if varying else ())

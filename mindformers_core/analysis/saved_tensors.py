@@ -219,7 +219,7 @@ class _TraceBuilder:
 
         def part(node, steps, taken):
             if steps is not None:
-                return [self.steps(key, *taken, steps)]
+                return [self.steps(key, taken[0], steps)]  # others lie on the host
             return self.operator(key, node, taken, [value.shape for value in node.made])
 
         def constant(use):

@@ -49,7 +49,7 @@ def algorithm_graph(plan, rank, of_gradient=False):
     - the operator itself, under its own name, with other tensors among its arguments;
     - `Redistribute(value, source, target, shape)`, which moves a local tensor from one `Layout` to another; `shape` is
       the global one;
-    - `Step(value, step)`, which runs a `Step`;
+    - `Step(value, step, …)`, which runs a `Step`, perhaps with further operands;
     - `RandomState()`, which gives seed and offset of a random draw (`next_random_state` in `dropout.py`).
 
     Args:
@@ -107,9 +107,9 @@ class _Algorithm(nn.Cell):
         meta = self.recorder.meta(target.local_shape(shape), local.dtype)
         return self.recorder.add_node("Redistribute", "function", args, {}, meta)
 
-    def _step(self, local, step):
+    def _step(self, local, step, others=()):
         """As `steps_local` of one step, recorded as a node."""
-        args, meta = self.recorder.stand_in((local, step)), self.recorder.meta(step.output_shape, local.dtype)
+        args, meta = self.recorder.stand_in((local, step, *others)), self.recorder.meta(step.output_shape, local.dtype)
         return self.recorder.add_node("Step", "function", args, {}, meta)
 
     def _operator(self, args, kwargs):

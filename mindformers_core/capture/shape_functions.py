@@ -45,7 +45,7 @@ def _vdot(x, y):
 _DTYPES = {
     **RESULT_DTYPES,  # of operators that run, but by blocks
     **dict.fromkeys(("Experts", "ExpertRows", "ExpertSum", "ExpertCapacity"), lambda x, *_, **__: x.dtype),  # by values
-    "ExpertPlaces": lambda *_, **__: (mstype.int32,) * 3,
+    **dict.fromkeys(("ExpertPlaces", "ExpertSizes"), lambda *_, **__: (mstype.int32,) * 3),
     "AnyExt": lambda *_, **__: mstype.bool_,
     "BincountExt": lambda x, weights=None, *_, **__: mstype.int64 if weights is None else weights.dtype,
     "Einsum": _einsum,

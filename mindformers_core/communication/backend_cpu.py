@@ -35,8 +35,8 @@ class CpuCollective(raw.RawCollective):
         origin = arguments[1][self.index] if kind == "permute" else 0
         self.row = self.size if origin is None else origin  # of what this place gets, behind which are zeros
 
-    def eager(self, x):
-        return getattr(self, f"eager_{self.kind}")(x, *self.arguments)
+    def eager(self, x, *sizes):
+        return getattr(self, f"eager_{self.kind}")(x, *sizes, *self.arguments)
 
     def all_reduce(self, x, op):
         if self.op == "sum":  # an attribute, so that the graph has no branch
@@ -71,15 +71,17 @@ class CpuCollective(raw.RawCollective):
     def eager_all_to_all(self, x, dim, to_dim):
         return ops.cat(self._exchange({place: chunk(x, place, self.size, to_dim) for place in range(self.size)}), dim)
 
-    def eager_exchange(self, x):
-        rows = raw.filled_rows(x)
-        sizes = self._exchange({place: Tensor([count], mstype.int32) for place, count in enumerate(rows)})
-        sizes = [int(each) for each in ops.cat(sizes).asnumpy()]
+    def eager_exchange(self, x, sizes=None):
+        if sizes is None:
+            rows = raw.filled_rows(x)
+            told = self._exchange({place: Tensor([count], mstype.int32) for place, count in enumerate(rows)})
+            sizes = rows, ops.cat(told).asnumpy().tolist()
+        rows, counts = sizes
         for to in sorted(range(self.size), key=lambda to: (to - self.index) % self.size)[1:]:
             if rows[to]:
                 _send(x[to, : rows[to]], to, self.group)
         found = []
-        for origin, count in enumerate(sizes):
+        for origin, count in enumerate(counts):
             if count:
                 own = origin == self.index
                 found.append(x[origin, :count] if own else _receive(x[0, :count], origin, self.group))

@@ -39,7 +39,7 @@ class NativeCollective(raw.RawCollective):
             dim, to_dim = arguments or (0, 1)
             self.operator = ops.AlltoAll(group.size, to_dim, dim, group.name)
 
-    def eager(self, x):
+    def eager(self, x, *sizes):
         return getattr(self, f"eager_{self.kind}" if self.by_messages else self.kind)(x, *self.arguments)
 
     def all_reduce(self, x, op):

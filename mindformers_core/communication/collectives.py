@@ -60,6 +60,32 @@ class Collective(nn.Cell):
         return (self.backward(dout),)
 
 
+class _Exchange(Collective):
+    """An exchange, which in PyNative may be told `sizes`, on the host: see `ShardContext.exchanged`."""
+
+    def __init__(self, forward, backward):
+        super().__init__(forward, backward)
+        self.of_sizes = _OfSizes(forward, backward)
+
+    def __call__(self, x, *sizes):
+        return self.of_sizes(x, *sizes) if sizes else super().__call__(x)
+
+
+class _OfSizes(nn.Cell):
+    """An exchange of so many rows; as many go back with a gradient."""
+
+    def __init__(self, forward, backward):
+        super().__init__(auto_prefix=False)
+        self.forward, self.backward = forward, backward
+        self.used_bprop_inputs = (1, 3)
+
+    def construct(self, x, sizes):
+        return self.forward(x, sizes.asnumpy().tolist())
+
+    def bprop(self, x, sizes, out, dout):
+        return self.backward(dout, sizes.asnumpy().tolist()[::-1]), ops.zeros_like(sizes)
+
+
 class _Extreme(Collective):
     """A maximum or minimum: the gradient goes to the elements that hold it, in equal shares.
 
@@ -125,7 +151,7 @@ def make_collective(kind, mesh, axes, *given, **named):
         cell = _scaled(cell, group, share)
     if op == "avg" or backward == "scale":
         gradient = _scaled(gradient, group, share)
-    return Collective(cell, gradient)
+    return (_Exchange if kind == "exchange" and group.size > 1 else Collective)(cell, gradient)
 
 
 def _operation(name, group, way, dims, op):

@@ -26,14 +26,14 @@ class _Shared(nn.Cell):
         self.collective = collective
         self.with_one_dim_more = _WithOneDimMore(collective)
 
-    def __call__(self, x):
-        y = self.collective(x)
+    def __call__(self, x, *others):
+        y = self.collective(x, *others)
         places, watch = self.collective.forward_places, process_state().watch
         if watch is not None and places is not None and needs_gradient(y):
             places.append(watch.recorder.place())
         return y
 
-    def construct(self, x):
+    def construct(self, x, sizes=None):  # of an exchange, whose shapes in a graph are static
         if x.dtype in mstype.int_type + mstype.uint_type:  # MindSpore can't compile their gradients
             return self.collective.forward(ops.stop_gradient(x))
         y = self.with_one_dim_more(x)

@@ -43,18 +43,20 @@ class RawCollective(nn.Cell):
         self.options = ", ".join(map(str, arguments))  # what all ranks have to agree on
         self.forward_places = None  # of the collective of a gradient: a deque, see `Recorder.issue`
 
-    def __call__(self, x):
+    def __call__(self, x, *sizes):
         if process_state().counters:
             whole = prod(x.shape) * x.itemsize * (self.size if self.kind == "all_gather" else self.sends)
             sent = wire_bytes(self.kind, self.size, whole)
             if self.kind == "exchange" and world().backend != "fake":
-                rows = filled_rows(x)
+                rows = sizes[0][0] if sizes else filled_rows(x)
                 sent = (sum(rows) - rows[self.index]) * x[0, 0].nbytes
             record(self.kind, self.group.axes, sent)
-        return self.uncounted(x)
+        return self.uncounted(x, *sizes)
 
-    def uncounted(self, x):
+    def uncounted(self, x, *sizes):
         """Run the collective without counting: for calls that are no part of the program.
+
+        `sizes`: of an exchange, if they are known: how many rows go to each place, and come from each, two lists.
 
         Raises:
             RuntimeError: the report of a hang: another rank has died, is late, or calls other collectives.
@@ -65,7 +67,7 @@ class RawCollective(nn.Cell):
             try:
                 if agrees:
                     parts = (ops.real(x), ops.imag(x)) if x.dtype == mstype.complex64 else (x,)
-                    found = [self.eager(part) for part in parts]
+                    found = [self.eager(part, *sizes) for part in parts]
                     return _COMPLEX(*found) if found[1:] else found[0]
             except RuntimeError as failure:
                 error = failure
@@ -76,7 +78,7 @@ class RawCollective(nn.Cell):
                 f"timeout late, or calls other collectives{''.join(said[:1])}{report}"
             ) from (error if watch is None else None)  # with a report, without MindSpore's call stack in C++
 
-    def eager(self, x):
+    def eager(self, x, *sizes):
         """The collective in PyNative."""
         return self._in_graph(x)
 

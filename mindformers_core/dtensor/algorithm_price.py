@@ -45,7 +45,7 @@ def algorithm_price(node, attributes, call, found):
     gradient, trained = algorithm_named(name).gradient, bool(call.trained)
     plan, steps = operator_plan(node, call, found), []
 
-    def run(local, *moved):
+    def run(local, *moved, others=()):
         steps.extend((step, gradient is None and local.flows and trained) for step in moved)
         return _shaped(moved[-1].output_shape, local.dtype, local.flows) if moved else local
 

@@ -194,8 +194,8 @@ class _FunctionWriter:
         source = self._taken(move.value, move.source, (move.value.id, move.target) in self.deferral.waiting)
         return self._redistributed(source, move.steps, move.value.dtype, f"{move.source} -> {move.target}")
 
-    def _redistributed(self, source, steps, dtype, comment):
-        """The variable that holds the result of some steps; sums of bools are made of integers."""
+    def _redistributed(self, source, steps, dtype, comment, others=()):
+        """The variable that holds the result of some steps, which may take `others`; sums of bools are of integers."""
         if not steps:
             return source
         expression = source
@@ -203,7 +203,7 @@ class _FunctionWriter:
             self.module.imports |= {"import mindspore as ms", "from mindspore import ops"}
             expression = f"ops.cast({source}, ms.{wire_dtype(dtype)})"
         for step in steps:
-            expression = f"{self.module.collective(step, self.number)}({expression})"
+            expression = f"{self.module.collective(step, self.number)}({', '.join((expression, *others))})"
         if wire_dtype(dtype) != dtype:
             expression = f"ops.cast({expression}, ms.bool_)"
         *_, after = (hint for step in steps if (hint := STEP_KINDS[step.kind].hint))  # a view is around other steps
@@ -290,10 +290,11 @@ class _FunctionWriter:
 
         def part(node, steps, taken):
             if steps is not None:
-                value, *ends = node.args
-                return [self._redistributed(*taken, steps, value.dtype, " -> ".join(map(str, ends[:2])))]
+                source, *others = taken
+                comment = " -> ".join(str(end) for end in node.args[1:3] if not isinstance(end, Value))
+                return [self._redistributed(source, steps, node.args[0].dtype, comment, others)]
             # without operands it draws random numbers, and would draw others when it runs again
-            self.keeper = keeper if taken else None
+            self.keeper = keeper if taken and not facts_of(node.operator).on_host else None
             expression = self._operator_call(node, (node.args, node.kwargs), repeat(None), taken)
             made = self._received(node.outputs, repeat(hint), expression)
             self.keeper = keeper

@@ -43,6 +43,7 @@ class OperatorFacts:
             three.
         writes: whether it changes its first tensor, a Parameter, which therefore stays in the layout that it has.
         algorithms: names of all distributed algorithms that its rule may ask for.
+        on_host: whether its results are read, and lie on the host: in an algorithm they are never made again.
     """
 
     rule: Callable | None = None
@@ -61,6 +62,7 @@ class OperatorFacts:
     rewrite: Callable | str | None = None
     writes: bool = False
     algorithms: tuple = ()
+    on_host: bool = False
 
 
 def register_operator(*names, **facts):

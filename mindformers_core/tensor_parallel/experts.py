@@ -22,6 +22,7 @@ from mindformers_core.operators.rules import experts as rules
 _SOURCE = "mindformers_core.algorithms.experts"
 _MOST = 2**30  # rows of what ranks send, so that their numbers, filled up to blocks, are int32
 _places = custom_operator("ExpertPlaces", parts.places_of_choices)
+_sizes = custom_operator("ExpertSizes", parts.sizes_of_rows)
 _rows = custom_operator("ExpertRows", parts.expert_rows)
 _combined = custom_operator("ExpertSum", parts.combined)
 within_capacity = custom_operator("ExpertCapacity", parts.within_capacity)  # as `experts` drops choices
@@ -79,13 +80,11 @@ def own_experts(operator, args, context):
             f"numbers of rows go up to: give a capacity, or a smaller batch than x {tuple(x.shape)} on a rank"
         )
     taken, back, local = _places(choices, Tensor(owners), context.count, most, capacity)
+    there, home, local = _sizes(local, _exchanged(context, local))
     move = context.exchanged if capacity is None else partial(_exchanged, context)  # with few zeros, or with many
-    sent = ops.gather(_with_nothing(tokens), taken // each, 0)
-    given, local = move(sent), _exchanged(context, local)
-    found = _rows(
-        ops.reshape(given, (-1, x.shape[-1])), ops.reshape(local, (-1, 1)), gate_up, down, *biases, activation
-    )
-    found = move(ops.reshape(found, given.shape))
+    given = move(ops.gather(_with_nothing(tokens), taken // each, 0), there)
+    found = _rows(ops.reshape(given, (-1, x.shape[-1])), local, gate_up, down, *biases, activation)
+    found = move(ops.reshape(found, given.shape), home)
     found = ops.gather(_with_nothing(ops.reshape(found, (-1, x.shape[-1]))), back, 0)
     return ops.reshape(_combined(found, weights), x.shape)
 
@@ -105,8 +104,8 @@ def _owners(context, axes, joint, own):
     return np.concatenate([np.full((2, 1), -1), table], 1).astype(np.int32)
 
 
-def _exchanged(context, x):
-    """Rows (ranks, n, …) for every rank, as every rank has sent them."""
+def _exchanged(context, x, _=None):
+    """Rows (ranks, n, …) for every rank, as every rank has sent them: all, whatever their sizes."""
     cut, others = context.axes, [()] * (x.ndim - 1)
     source, target = Layout.on(context.mesh, [cut, (), *others]), Layout.on(context.mesh, [(), cut, *others])
     return ops.reshape(context.redistribute(ops.expand_dims(x, 0), source, target), x.shape)
@@ -125,6 +124,7 @@ register_operator(
 )(rules.routed_experts)
 for _name, _source, _rule, _facts in (  # of the algorithm, and of capacities
     ("ExpertPlaces", "places_of_choices", rules.expert_places, {"gradient": NO_GRADIENT}),
+    ("ExpertSizes", "sizes_of_rows", rules.expert_sizes, {"gradient": NO_GRADIENT, "on_host": True}),
     ("ExpertRows", "expert_rows", rules.expert_rows, {}),
     ("ExpertSum", "combined", rules.expert_sum, {}),
     ("ExpertCapacity", "within_capacity", rules.kept_choices, {"gradient": NO_GRADIENT}),

@@ -4,9 +4,12 @@ import mindspore as ms
 import numpy as np
 from case_training import compare_with_one_rank
 from mindspore import Tensor, nn, ops
+from support.host_reads import count_reads
 from support.launch import on_ranks
+from support.recomputations import count_recomputations
 from support.routed_layer import CASES, Case, Config, check_here, train_alone
 
+from mindformers_core import recompute
 from mindformers_core.communication import count_collectives, world
 from mindformers_core.layout import layout
 from mindformers_core.mesh import init_device_mesh
@@ -60,6 +63,60 @@ def case_balanced_choices_send_as_many_bytes_as_the_formula_says():
     calls, nbytes = counts["exchange", ("dp",)]
     assert (calls, nbytes) == (4, 4 * tokens * count * 16 * 4 // 2), dict(counts)
     assert ("all_to_all", ("dp",)) in counts  # of the experts' numbers
+
+
+class Block(nn.Cell):
+    """Experts, whose result isn't the last one of the Cell, so that they may be recomputed."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = RoutedExperts(8, 16, 4)
+
+    def construct(self, x, ids, weights):
+        return ops.tanh(self.experts(x, ids, weights) * 2)
+
+
+class Blocks(nn.Cell):
+    """A number of two layers with experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Block(), Block()
+
+    def construct(self, x, ids, weights):
+        return ops.sum(ops.square(self.second(self.first(x, ids, weights), ids, weights)))
+
+
+def reads_of(net, given):
+    """What the host reads in a forward pass, and until the end of the backward pass; and what is computed again."""
+    with count_reads() as reads, count_recomputations() as again:
+
+        def followed(*given):
+            found = net(*given)
+            forward.append(len(reads))
+            return found
+
+        gradients_of, forward = ms.grad(followed, (0, 2), net.trainable_params()), []
+        gradients_of(*given)  # the program is made
+        reads.clear()
+        again.clear()
+        gradients_of(*given)
+    return forward[-1], reads, again
+
+
+@on_ranks(2)
+def case_the_host_reads_one_tensor_in_a_layer_of_experts():
+    """Forward; none backward, nor where layers are recomputed, in both engines."""
+    mesh, random = init_device_mesh((2,), ("dp",)), np.random.default_rng(3 + world().rank)
+    ids = Tensor(np.argsort(random.random((1, 12, 8)), -1)[..., :2].astype(np.int32))
+    x, weights = (Tensor(random.random((1, 12, size)).astype(np.float32)) for size in (16, 2))
+    plan = {"": {"input": dict.fromkeys(("x", "ids", "weights"), layout("dp"))}}
+    for mode, selected in (("generated", ()), ("generated", ("first", "second")), ("eager", ())):
+        net = shard(Blocks(), mesh, Config(("dp",)), plan, mode=mode)
+        net = recompute(net, select=list(selected)) if selected else net
+        forward, reads, again = reads_of(net, (x, ids, weights))
+        assert forward == len(reads) == 2, (mode, selected, forward, reads)
+        assert bool(again) == bool(selected)
 
 
 RECIPE = (

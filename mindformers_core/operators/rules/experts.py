@@ -123,6 +123,11 @@ def expert_places(ids, owners, ranks, most, capacity):
     return whole_signature(tensors_in((ids, owners)), ((ranks, most), ids.shape, (ranks, most)))
 
 
+def expert_sizes(sent, received):
+    """Likewise of `sizes_of_rows`."""
+    return whole_signature((sent, received), (*((2, sent.shape[0]),) * 2, (prod(sent.shape), 1)))
+
+
 def expert_rows(x, ids, *others):
     """Likewise of `expert_rows`."""
     return whole_signature(tensors_in((x, ids, *others)), ((*ids.shape, x.shape[1]),))
