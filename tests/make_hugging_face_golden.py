@@ -78,8 +78,8 @@ LLAMA_3_1 = {  # sizes of Llama 3.1 8B
 
 
 def write_golden(folder, seed=0, **settings):
-    """A folder as `save_pretrained` leaves it, with `expected.safetensors` beside: ids (4, 17), the logits of the first
-    16 positions of 2 rows, the loss of predicting the next ids, its gradients, and the 24 likeliest tokens after a row.
+    """A folder as `save_pretrained` leaves it, with `expected.safetensors` beside: ids (4, 17), the logits of every
+    second position of a row, the loss of predicting the next ids, its gradients, and the 24 likeliest tokens after it.
     """
     torch.manual_seed(seed)
     config = AutoConfig.for_model(**settings)
@@ -98,7 +98,7 @@ def write_golden(folder, seed=0, **settings):
         f"gradients.{name}": torch.zeros_like(weight) if weight.grad is None else weight.grad  # of an idle expert
         for name, weight in model.named_parameters()
     }
-    arrays |= {"ids": ids.int(), "logits": found.logits[:2, :-1].detach(), "loss": found.loss.detach()}
+    arrays |= {"ids": ids.int(), "logits": found.logits[:1, 1:-1:2].detach(), "loss": found.loss.detach()}
     model.generation_config.eos_token_id = None
     arrays["tokens"] = model.generate(ids[:1], max_new_tokens=24, do_sample=False)[:, 17:].int()
     save_file({name: np.ascontiguousarray(array.numpy()) for name, array in arrays.items()}, expected_file(folder))

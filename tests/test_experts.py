@@ -197,6 +197,7 @@ def test_losses_of_a_router(counted):
     np.testing.assert_array_equal(counts.asnumpy(), counts_by_hand[taken].sum(0))
 
 
+NEAR = np.random.default_rng(2).normal(size=(8, 8)).astype(np.float32) * 1e-7  # what routers' rows differ by
 TRAINED = [(case, 20) for case in CASES] + [(CASES[3], 3)]
 
 
@@ -214,6 +215,27 @@ def test_training(case, steps):
     assert (expected[1][::3, 1] > 0.5).all()  # clipped
     with custom_gradients():
         SimulatedRanks(case.mesh.size).run(lambda rank: check_here(case, case.mesh, steps, expected))
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("one_rank")
+def test_compiled_choices_that_are_made_again_are_the_same():
+    """Of a router whose experts differ by units of rounding every bit of the loss and of all gradients is the same."""
+    case = Case("dp1", (None, None), scores="sigmoid")
+    x = np.random.default_rng(3).normal(size=(3, 64, 8)).astype(np.float32)
+
+    def compiled(recomputed, *inputs):
+        layer = valued(Layer(case.scores, case.capacity))
+        weight = layer.moe.gate.weight
+        weight.set_data(Tensor(weight.asnumpy()[:1] + NEAR))
+        gradient_of = value_and_grad(case.build(case.mesh, layer, recomputed), compiled=True)
+        found = [gradient_of(Tensor(each)) for each in inputs]
+        return [[loss.asnumpy(), *(each.asnumpy() for each in gradients)] for loss, gradients in found]
+
+    (found,), (expected, others) = compiled(True, x), compiled(False, x, x * np.float32(1 + 2**-20))
+    assert all(map(np.array_equal, found, expected))
+    changes = [abs(one - other).max() / abs(other).max() for one, other in zip(others, expected)]
+    assert max(changes) > 1e-2  # other choices would be seen
 
 
 def test_choices_are_not_made_again():

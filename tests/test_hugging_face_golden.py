@@ -111,8 +111,7 @@ def logits_here(recipe, ids):
 def check_answers(theirs):
     """Logits, and the tokens that are generated, on ranks."""
     expected, recipe = load_file(theirs / "expected.safetensors"), recipe_of(theirs, *mesh(tp=4))
-    rows = len(expected["logits"])
-    check_close(logits_here(recipe, expected["ids"][:rows, :-1]), expected["logits"], "logits")
+    check_close(logits_here(recipe, expected["ids"][:1, :-1])[:, 1::2], expected["logits"], "logits")
     checkpoint = open_source(recipe)
     prompts, new = expected["ids"][:1].tolist(), expected["tokens"].tolist()
 
@@ -143,6 +142,10 @@ DAILY = {
 )  # fmt: skip
 def test_their_loss_and_gradients(tmp_path, name, on):
     check_training(GOLDEN / name, tmp_path, *MESHES[on])
+
+
+def test_files_are_small():
+    assert sum(path.stat().st_size for path in GOLDEN.glob("**/*")) < 10**6
 
 
 @pytest.mark.parametrize("name", daily(NAMES[:1], NAMES))

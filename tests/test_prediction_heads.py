@@ -19,7 +19,7 @@ MODEL = {
     "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4,
     "first_k_dense_replace": 1, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
     "moe_intermediate_size": 8, "max_position_embeddings": LENGTH, "initializer_range": 0.3,
-    "num_nextn_predict_layers": 2, "mtp_loss_factor": FACTOR,
+    "num_nextn_predict_layers": 2, "mtp_loss_factor": FACTOR, "aux_loss_alpha": 0.1,
 }  # fmt: skip
 DOCUMENTS = (6, 1, 2, 7)  # tokens of one row
 
@@ -46,7 +46,7 @@ def loss_behind(net, ids, depth):
 
 @pytest.mark.usefixtures("one_rank")
 def test_the_loss_is_that_of_the_formulas():
-    """Document by document, in NumPy; and without heads where it doesn't train."""
+    """Document by document, in NumPy, and of routers; and without heads where it doesn't train."""
     ms.manual_seed(1)
     net = SPEC.build(SPEC.config(**MODEL)).set_train()
     ids = np.random.default_rng(0).integers(1, 24, LENGTH).astype(np.int32)
@@ -54,11 +54,14 @@ def test_the_loss_is_that_of_the_formulas():
     labels = np.concatenate([np.append(part[1:], -100) for part in parts]).astype(np.int32)
     positions = np.concatenate([np.arange(len(part)) for part in parts]).astype(np.int32)
     given = [Tensor(each[None]) for each in (ids, labels, positions)]
-    loss, count, *_ = net(*given)
+    loss, count, of_routers, counts = net(*given)
     plain, same, *_ = net.set_train(False)(*given)
     assert int(count) == int(same) == LENGTH - len(DOCUMENTS)
     expected = FACTOR / 2 * sum(loss_behind(net, part, 2) for part in parts)
-    assert expected > 1 and float(loss - plain) == pytest.approx(expected, rel=1e-5)
+    assert expected > 1 and (of_routers.asnumpy()[0, 1:] > 0).all()
+    assert float(loss - plain) == pytest.approx(expected + of_routers.asnumpy().sum(), rel=1e-5)
+    pairs = [sum(max(tokens - depth, 0) for tokens in DOCUMENTS) for depth in (1, 2, 3)]  # labels of model and heads
+    assert counts.asnumpy().sum(-1)[0].tolist() == [0, *(2 * each for each in pairs)]
 
 
 def test_labels_are_shifted_once_more():

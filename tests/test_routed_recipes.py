@@ -9,7 +9,7 @@ from support.small_generation import RECIPE, SMALL, mesh, train
 from mindformers_core.commands.verifying import verify_recipe
 from mindformers_core.communication.simulated import SimulatedRanks
 from mindformers_core.passes.thread_tape import custom_gradients
-from mindformers_core.recipe.loader import load_recipe
+from mindformers_core.recipe.loader import RecipeError, load_recipe
 
 QWEN = (
     *SMALL, "model.name=qwen3_moe", "model.num_experts=4", "model.num_experts_per_tok=2", "model.head_dim=4",
@@ -38,7 +38,7 @@ def test_losses_of_routers(name):
     assert not check.faults, check.report()
 
 
-STEPS, ROW = 3, ("loss", "router_loss", "expert_load", "gradient_norm")
+ROW, BY_FOUR = ("loss", "router_loss", "expert_load", "gradient_norm"), {"pipeline_parallel_microbatch_size": 4}
 ONE = (*mesh(), "training.local_batch_size=4")  # the micro-batches of dp 2 are as large
 TRAINED = {
     "ZeRO 3, recompute": (
@@ -52,16 +52,33 @@ TRAINED = {
         *mesh(pp=2, dp=2, pipeline_parallel_microbatch_size=2), BY_DATA, "training.local_batch_size=4",
     ),
     "eager": (*mesh(dp=2, tp=2), BY_DATA, "context.engine=eager", "training.local_batch_size=2"),
+    "pipeline, inside": (
+        *mesh(pp=2, tp=2, **BY_FOUR), "parallelism.expert_tensor_parallel=[tp]", "training.local_batch_size=8",
+    ),
+    "pipeline, sequences": (
+        *mesh(pp=2, cp=2, zero_level=1, pipeline_parallel_schedule="interleaved_1f1b", **BY_FOUR),
+        "parallelism.pipeline_parallel_interleave_num=2", "parallelism.expert_parallel=[cp]",
+        "training.local_batch_size=8",
+    ),
+    "pipeline, folded": (
+        *mesh(pp=2, dp=2, tp=2, zero_level=2, sequence_parallel="true", pipeline_parallel_microbatch_size=2),
+        "parallelism.expert_parallel=[dp,tp]", "training.local_batch_size=4",
+    ),
+    "pipeline, capacity": (
+        *mesh(pp=2, dp=2, pipeline_parallel_microbatch_size=2), BY_DATA, "training.local_batch_size=4",
+    ),
 }  # fmt: skip
 
 
-ROUTED = *DEEPSEEK, "model.first_k_dense_replace=1"  # both halves of a pipeline have experts
+ROUTED = (  # both halves of a pipeline have experts, as the head that predicts further
+    *DEEPSEEK, "model.first_k_dense_replace=1", "model.num_nextn_predict_layers=1",
+)  # fmt: skip
 SHALLOW = *ROUTED, "model.num_hidden_layers=2"
 HALF = "precision.compute=float16", "precision.loss_scale=256.0"
 RESUMED = *mesh(tp=2), "parallelism.expert_parallel=[tp]", "training.local_batch_size=4"
 
 
-def trained(folder, *overrides, model=ROUTED, steps=STEPS):
+def trained(folder, *overrides, model=ROUTED, steps=3):
     """Rows of a few steps; the first gradients and the last parameters, by path; and all ranks' biases."""
     recipe = load_recipe(RECIPE, [*model, *overrides, f"training.output_dir={folder}"])
     rows, *arrays, jobs = train_simulated(recipe, steps)
@@ -85,11 +102,16 @@ def check_biases(found, expected):
         np.testing.assert_allclose(array, expected[path], rtol=1e-6, err_msg=path)
 
 
-@pytest.mark.parametrize("name", daily(["pipeline"], TRAINED))
-def test_training(tmp_path, name):
+STEPS = [("pipeline", 3), *((name, 20) for name in TRAINED)]
+DROPPING = *QWEN, "model.expert_capacity=[3,4]"
+
+
+@pytest.mark.parametrize(("name", "steps"), daily(STEPS[:1], STEPS))
+def test_training(tmp_path, name, steps):
     """Loads, losses of routers, all first gradients, parameters and biases are those of one card, on every rank."""
-    (expected,), *wholes, biases = trained(tmp_path, *ONE)
-    rows, *arrays, found = trained(tmp_path, *TRAINED[name])
+    given = {"model": DROPPING if "capacity" in name else ROUTED, "steps": steps}
+    (expected,), *wholes, biases = trained(tmp_path, *ONE, **given)
+    rows, *arrays, found = trained(tmp_path, *TRAINED[name], **given)
     check_rows(rows, expected)
     check_biases(found, biases)
     for whole, joined in zip(wholes, arrays, strict=True):
@@ -111,6 +133,16 @@ def test_dropped_choices_are_counted(tmp_path):
     rows = trained(tmp_path, *cut, model=model, steps=1)[0]
     check_rows(rows, expected)
     assert [row["expert_overflow"] for (row,) in rows] == [expected[0]["expert_overflow"]] * 2
+
+
+def test_groups_of_a_capacity_are_not_cut_by_the_order_of_chunks():
+    """On 2 ranks four tokens in a row are consecutive in each of 4 chunks, eight aren't."""
+    given = *QWEN, *mesh(cp=2), "model.expert_capacity=[1,8]"
+    load_recipe(RECIPE, [*given, "parallelism.context_parallel_balance=contiguous"])
+    for balance, hint in (("zigzag", "use a size that divides 4, or"), ("area", "use")):
+        message = f"model.expert_capacity: groups of 8 tokens.* {balance} .*: {hint} context_parallel_balance=contig"
+        with pytest.raises(RecipeError, match=message):
+            load_recipe(RECIPE, [*given, f"parallelism.context_parallel_balance={balance}"])
 
 
 def test_half_precision(tmp_path):

@@ -209,7 +209,8 @@ class CausalDecoder(nn.Cell):
 
     def mixtures(self):
         """The blocks here with experts that `after_step` counts, by number among those of the whole model."""
-        layers, names = self.model.layers, ((place, str(number - 1)) for place, number in enumerate(self.routers))
+        layers = dict(self.model.layers.items()) | {name: head.layer for name, head in (self.heads or {}).items()}
+        names = ((place, str(number - 1)) for place, number in enumerate(self.routers))
         return {place: layers[name].mlp for place, name in names if name in layers}
 
     def after_step(self, loss, labels, losses, counts):
@@ -252,7 +253,7 @@ class CausalDecoder(nn.Cell):
         return inputs, hidden if self.model.norm is None else None, None
 
     def construct(self, input_ids, labels=None, positions=None, places=None, slots=None, starts=None, routed=None):
-        routing = self._routing(labels, routed) if self.routers and labels is not None else {}
+        routing = self._routing(labels, routed)
         hidden_states = self.model(input_ids, positions, places, slots, starts, **routing)
         if routing:
             hidden_states, routed = hidden_states
@@ -265,8 +266,8 @@ class CausalDecoder(nn.Cell):
             return without_columns(logits, self.vocab_size)
         loss = self.loss(logits, labels)
         if self.heads is not None and self.training:
-            further = ops.mul(self.head_losses(hidden_states, labels, positions, places), self.head_factor)
-            loss = self._with_heads(loss, labels, further)
+            further, routed = self.head_losses(hidden_states, labels, positions, places, routed)
+            loss = self._with_heads(loss, labels, ops.mul(further, self.head_factor))
         return self._with_routers(loss, routed) if self.routers else loss
 
     def _with_heads(self, found, labels, further):
@@ -282,19 +283,24 @@ class CausalDecoder(nn.Cell):
             return self.lm_head(hidden_states)
         return vocabulary_logits(hidden_states, self.model.embed_tokens.weight)
 
-    def head_losses(self, hidden_states, labels, positions, places):
-        """The sum of the losses of all heads. What a head is told of the next token is its label, where one counts."""
+    def head_losses(self, hidden_states, labels, positions, places, routed):
+        """The sum of the losses of all heads, and `routed` behind them. What a head is told of the next token is its
+        label, where one counts."""
         _, seen = self.model.seen(labels.shape[1], positions, places)
         losses = []
         for head in self.heads.values():
             embedded = self.model.embed_tokens(ops.masked_fill(labels, ops.equal(labels, IGNORED), 0))
-            hidden_states = head(hidden_states, embedded, *seen)
             labels = labels_behind(labels, seen[4])
+            hidden_states = head(hidden_states, embedded, *seen, **self._routing(labels, routed))
+            if isinstance(hidden_states, tuple):
+                hidden_states, routed = hidden_states
             losses.append(self.head_loss(self.logits(hidden_states), labels)[0])
-        return sum(losses[1:], losses[0])
+        return sum(losses[1:], losses[0]), routed
 
     def _routing(self, labels, routed):
-        """What layers get for their routers: what those before have said, and which tokens count."""
+        """What layers get for their routers, if there are any: what those before have said, and which tokens count."""
+        if labels is None or not self.routers:
+            return {}
         if routed is None:
             routed = ops.zeros(((1 + len(self.routers)) * self.columns,), ms.float32)
         counted = ops.not_equal(labels, self.loss.ignore_index)

@@ -10,7 +10,8 @@ IGNORED = -100
 
 
 class PredictionHead(nn.Cell):
-    """Hidden states, and embeddings of the tokens to come, both (batch, length, hidden_size) → hidden states, normed.
+    """Hidden states, and embeddings of the tokens to come, both (batch, length, hidden_size) → hidden states, normed;
+    with `routed` of a layer with experts, that is the second result, see `DecoderLayer`.
 
     Args:
         config: of the model, as a `DeepseekV3Config`.
@@ -24,9 +25,10 @@ class PredictionHead(nn.Cell):
         self.eh_proj = TokenLinear(2 * size, size, **settings)
         self.layer = layer
 
-    def construct(self, hidden_states, embedded, *seen):
+    def construct(self, hidden_states, embedded, *seen, **routing):
         both = ops.concat((self.enorm(embedded), self.hnorm(hidden_states)), -1)
-        return self.norm(self.layer(self.eh_proj(both), *seen))
+        found = self.layer(self.eh_proj(both), *seen, **routing)
+        return (self.norm(found[0]), found[1]) if isinstance(found, tuple) else self.norm(found)
 
 
 class TokenLinear(Linear):

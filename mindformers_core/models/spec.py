@@ -65,9 +65,11 @@ class LayerSpec:
 
 
 def routed_layers(config):
-    """Numbers of a model's decoder layers with experts, from 1; how many experts each has; and how many numbers each
-    tells: its router's loss, counts of choices of experts, and where these have a capacity, of those dropped."""
-    specs = {number: config.layer_spec(number) for number in range(1, config.num_hidden_layers + 1)}
+    """Numbers of a model's decoder layers with experts, from 1, those of its prediction heads last; how many experts
+    each has; and how many numbers each tells: its router's loss, counts of choices of experts, and where these have a
+    capacity, of those dropped."""
+    last = config.num_hidden_layers + config.num_nextn_predict_layers
+    specs = {number: config.layer_spec(number) for number in range(1, last + 1)}
     routed = {number: spec for number, spec in specs.items() if spec.mlp == "experts"}
     experts = max((spec.router["num_experts"] for spec in routed.values()), default=0)
     return tuple(routed), experts, 1 + experts + any(spec.capacity for spec in routed.values())

@@ -98,13 +98,17 @@ def _check_experts(recipe):
         return
     of_axis = dict(zip(MESH_AXES, mesh_shape(recipe)))
     parts = math.prod(of_axis[axis] for axis in axes)
-    routers = map(model.layer_spec, range(1, model.num_hidden_layers + 1))
-    for count in {spec.router["num_experts"] for spec in routers if spec.router}:
+    for count in {spec.router["num_experts"] for spec in _layer_specs(model) if spec.router}:
         if count % parts:
             raise ValueError(
                 f"parallelism.expert_parallel: {axes} has {parts} ranks, which don't divide {count} experts, and an "
                 "axis is cut as a whole: name others, or split the axis of a mesh of your own in two: docs/experts.md"
             )
+
+
+def _layer_specs(model):
+    """The `LayerSpec`s of all layers, of a model that has any."""
+    return map(model.layer_spec, range(1, model.num_hidden_layers + 1)) if hasattr(model, "layer_spec") else ()
 
 
 def _check_placement(recipe):
@@ -142,6 +146,14 @@ def _check_sequence_divides(recipe):
             f"{f'{below} or ' if below else ''}{below + chunks}"
             f"{', or context_parallel_balance=contiguous' if length % parts == 0 else ''}"
         )
+    balance, chunk = sizes.context_parallel_balance, length // len(sizes.order or range(length))
+    for group in {spec.capacity[1] for spec in _layer_specs(recipe.model) if spec.capacity and sizes.order != (0,)}:
+        if chunk % group:
+            raise ValueError(
+                f"model.expert_capacity: groups of {group} tokens aren't consecutive where context_parallel_balance "
+                f"{balance} puts chunks in another order: use {f'a size that divides {chunk}, or ' * (chunk > 1)}"
+                "context_parallel_balance=contiguous"
+            )
 
 
 def _check_data(recipe):
