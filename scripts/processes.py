@@ -66,17 +66,10 @@ def children(pid, recursive=False):
 def kill_children(pid):
     """Kill everything that `pid` has started, also what begins meanwhile."""
     for _ in range(20):
-        running = [child for child in children(pid, recursive=True) if not is_zombie(child)]
+        running = [child for child in children(pid, recursive=True) if _state(child.pid)[0] not in ("Z", "")]
         if not running:
             break
         for child in running:
             with suppress(psutil.Error):
                 child.kill()
         time.sleep(0.05)
-
-
-def is_zombie(process):
-    """Whether a process has ended, and waits to be reaped."""
-    with suppress(psutil.Error):
-        return process.status() == psutil.STATUS_ZOMBIE
-    return True

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -25,13 +26,7 @@ POLL_SECONDS = 0.2
 LONGEST_PAUSE = 60  # seconds
 FROM_OUTSIDE = {128 + number for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
 TRAIN = ["-m", "mindformers_core", "train"]
-SETTINGS = {  # variable: (default, what it is)
-    "RESTARTS": (0, "how often a job is started again"),
-    "MIN_WORKERS": (None, "with how many processes it goes on at least; default: all"),
-    "REJOIN_TIMEOUT": (600, "seconds to wait until so many are there, or have met"),
-    "BACKOFF": (1, "seconds before a restart; twice as many after each start that has done no step"),
-    "TIME_LIMIT": (None, "seconds from the first start after which there is no restart; default: none"),
-}
+SETTINGS = {"RESTARTS": 0, "MIN_WORKERS": None, "REJOIN_TIMEOUT": 600, "BACKOFF": 1, "TIME_LIMIT": None}  # defaults
 
 
 def main():
@@ -63,10 +58,10 @@ def read_settings(environ, workers):
         ValueError: one is no whole number from 0 up, more workers are asked for than there are, or as of `slots`.
     """
     found = {}
-    for name, (default, _) in SETTINGS.items():
+    for name, default in SETTINGS.items():
         text = environ.get(name, "")
         if text and not text.isdecimal():
-            raise ValueError(f"{name}={text!r}: give a whole number from 0 up: {SETTINGS[name][1]}")
+            raise ValueError(f"{name}={text!r}: give a whole number from 0 up")
         found[name.lower()] = int(text) if text else default
     least = found["min_workers"] = found["min_workers"] or workers
     if least > workers:
@@ -110,7 +105,7 @@ class Supervisor:
         self.child, self.signal = None, None  # the launch that runs; the signal that ends this process
         self.seen, self.goes_on = set(), False  # errors of starts before; whether the job has its run folder
         self.there, self.looked, self.wrong = [*range(workers)], None, None  # slots; those seen before; what was said
-        self.fits = {}  # number of slots -> what `_sizes` returns
+        self.trains, self.sizes = command[: len(TRAIN)] == TRAIN, cache(self._sizes)
 
     def hear(self, number, frame):
         """A signal that ends this process: the launch gets it; the second one, as Ctrl-C, ends the launch at once."""
@@ -161,8 +156,7 @@ class Supervisor:
         self.seen |= errors
         if again:
             return f"the same error twice, at step {again[0][0]}: {again[0][1]}"
-        is_ours = told.has_steps or self.command[:3] == TRAIN
-        if is_first and is_ours and not told.done and code < 128 and code != FOR_OTHERS:
+        if is_first and (told.has_steps or self.trains) and not told.done and code < 128 and code != FOR_OTHERS:
             return "it has ended before its first step was done"
         return None
 
@@ -174,42 +168,37 @@ class Supervisor:
                 say(f"{len(there)} of {self.workers} workers are there, fewer than MIN_WORKERS={least}")
                 return None, None
             self._wait(POLL_SECONDS)
-        return self._sizes(len(there))
+        return self.sizes(len(there))
 
     def _slots(self):
         """As `slots`; those of before while the file of `EXCLUDE` has another word in it, which is told once."""
-        wrong = None
         try:
-            self.there = slots(os.environ, self.workers)
+            self.there, self.wrong = slots(os.environ, self.workers), None
         except (ValueError, OSError) as error:
-            wrong = str(error)
-            if wrong != self.wrong:
-                say(wrong)
-        self.wrong = wrong
+            if self.wrong != str(error):
+                self.wrong = str(error)
+                say(self.wrong)
         return self.there
 
     def _sizes(self, available):
-        if self.command[:3] != TRAIN or available == self.workers:
+        """`(ranks, overrides)` of a start on so many slots; `(None, None)` where none can be, which is told."""
+        if not self.trains or available == self.workers:
             return available, []
-        if available not in self.fits:
-            parser = argparse.ArgumentParser()
-            parser.add_argument("--config")
-            known, rest = parser.parse_known_args(self.command[3:])
-            given = known.config, [text for text in rest if not text.startswith("-")], self.workers
-            try:
-                self.fits[available] = fitting_ranks(*given, available, self.settings["min_workers"])
-            except (ValueError, OSError) as error:
-                say(str(error))
-                self.fits[available] = None, None
-        return self.fits[available]
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--config")
+        known, rest = parser.parse_known_args(self.command[len(TRAIN) :])
+        given = known.config, [text for text in rest if not text.startswith("-")], self.workers
+        try:
+            return fitting_ranks(*given, available, self.settings["min_workers"])
+        except (ValueError, OSError) as error:
+            say(str(error))
+            return None, None
 
     def _start(self, ranks, overrides, restarts):
         """Run a launch to its end: its exit code, and whether it was asked to leave, since other workers are there."""
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
-        words = [*self.command, *overrides]
-        if self.goes_on and self.command[:3] == TRAIN:
-            words.append("training.resume=auto")
+        words = [*self.command, *overrides, *["training.resume=auto"] * (self.goes_on and self.trains)]
         told = {FOLDER: self.folder, "MINDFORMERS_RESTART": restarts, "MINDFORMERS_WORKERS": self.workers}
         if ranks < self.workers:
             devices = ",".join(map(str, self.there[:ranks]))
@@ -239,7 +228,7 @@ class Supervisor:
         if self.looked != before or available == ranks or available < self.settings["min_workers"]:
             return False
         told = Told(self.folder)
-        return bool(told.run and told.run["saves"] and told.done) and self._sizes(available)[0] not in (None, ranks)
+        return bool(told.run and told.run["saves"] and told.done) and self.sizes(available)[0] not in (None, ranks)
 
     def _wait(self, seconds):
         end = time.monotonic() + seconds
@@ -258,19 +247,13 @@ class Told:
     """
 
     def __init__(self, folder):
-        steps = {path.name.rpartition(".")[2]: read_steps(path) for path in folder.glob("steps.*")}
+        steps = {path.suffix: [*np.fromfile(path, np.int64).tolist(), 0, 0][:2] for path in folder.glob("steps.*")}
         self.run = next((json.loads(path.read_text()) for path in folder.glob("run.json")), None)
         self.step, self.done = (max((each[place] for each in steps.values()), default=0) for place in (0, 1))
         self.has_steps, self.ends = bool(steps), []
         for path in folder.glob("end.*.json"):
             facts = json.loads(path.read_text())
-            self.ends.append((steps.get(path.name.split(".")[1], (0, 0))[0], facts["error"], facts["code"]))
-
-
-def read_steps(path):
-    """The two numbers of a process, see `mindformers_core.supervised.step_counter`."""
-    numbers = np.fromfile(path, np.int64).tolist()
-    return numbers if len(numbers) == 2 else [0, 0]
+            self.ends.append((steps.get(Path(path.stem).suffix, (0, 0))[0], facts["error"], facts["code"]))
 
 
 def say(text):

@@ -5,6 +5,7 @@ import random
 import re
 import shutil
 from collections import Counter
+from contextlib import suppress
 from itertools import combinations
 
 import numpy as np
@@ -23,7 +24,7 @@ from mindformers_core.checkpoint.tensors import ranks_of
 from mindformers_core.communication.simulated import SimulatedRanks
 from mindformers_core.mesh import DeviceMesh
 
-CALLS = 4000  # of the file system, in the job that dies
+CALLS = 3800  # of the file system, in the job that dies
 SIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "bool": 1}
 
 
@@ -42,26 +43,21 @@ def test_each_box_is_on_two_machines_and_only_what_one_has_is_sent(seed):
     state = state_on(tensors(), rng.choice([name for name in MESHES if name != "one"]))
     everywhere = {rank: state.parts(rank) for rank in state.ranks}
     machines = machines_of(state.ranks, rng.choice((1, 2)))
-    plan = plan_memory(everywhere, machines, piece_bytes=rng.choice((48, 2**24)))
+    plan, moves = plan_memory(everywhere, machines, piece_bytes=rng.choice((48, 2**24)))
     places, held, sent = {}, boxes_of(everywhere), Counter()
-    for rank, kept in plan.kept.items():
-        for part in kept:
-            places.setdefault((part.key, part.box), []).append(machines[rank])
+    for piece in plan.pieces:
+        places.setdefault((piece.key, piece.box), []).append(machines[piece.rank])
     assert all(len(found) == len({*found}) == 2 for found in places.values())
     for key, (_, shape) in tensors_of(everywhere).items():
         found = cells([(0, box) for other, box in places if other == key], shape)  # raises where some are missing
         assert sum(map(volume, found)) == int(np.prod(shape))
-    for move in plan.moves:
+    for move in moves:
         on = {machines[rank] for rank, box in held[move.key] if overlap(box, move.box)}
         assert on == {machines[move.sender]} != {machines[move.receiver]}
         sent[move.key] += move.nbytes
     for key, (dtype, shape) in tensors_of(everywhere).items():
         lonely = [box for box, ranks in cells(held[key], shape).items() if len({machines[rank] for rank in ranks}) == 1]
         assert sent[key] == sum(map(volume, lonely)) * SIZES[dtype]
-    loads = [sum(part.nbytes for part in kept) for kept in plan.kept.values()]
-    assert plan == plan_memory(everywhere, machines, 48) or sum(loads) == 2 * sum(
-        volume(box) * SIZES[tensors_of(everywhere)[key][0]] for key, box in places
-    )
     for lost in combinations({*machines.values()}, 2):
         assert {*machines.values()} - {*lost} or all({*found} == {*lost} for found in places.values())
 
@@ -88,6 +84,8 @@ class Machines:
         """Keep the states after steps, whose tensors are drawn from their numbers, or `value(part, rank)`."""
 
         def work(ranks, store):
+            with suppress(ValueError):
+                store.find()
             for step in steps:
                 state = state_on(tensors(step), self.name)
                 values = state.value if value is None else lambda part: value(part, ranks.rank)
@@ -100,15 +98,16 @@ class Machines:
         """The step of the state that is found, which is compared; or the text that says why there is none."""
 
         def work(ranks, store):
-            step, text = store.find()
-            if step is None:
+            checkpoint, text = store.find()
+            if checkpoint is None:
                 return text
-            state, found, checkpoint = state_on(tensors(step), self.name), {}, store.open()
+            step, found = checkpoint.state["step"], {}
+            state = state_on(tensors(step), self.name)
             store.bring(checkpoint, state.parts(ranks.rank))
             report = load(checkpoint, state.parts(ranks.rank), found.__setitem__, ranks)
             for part, array in found.items():
                 np.testing.assert_array_equal(array, state.value(part))
-            assert len(found) == len(state.parts(ranks.rank)) and checkpoint.state == {"step": step}
+            assert len(found) == len(state.parts(ranks.rank))
             assert all(path.startswith(store.folder + os.sep) for path in report.files)
             return step
 
@@ -140,7 +139,7 @@ def test_one_machine_less_loses_nothing_and_two_neighbours_do(tmp_path, before, 
     assert sorted(os.listdir(tmp_path / "0")) == ["step_5", "step_6"]
     shutil.rmtree(tmp_path / "0")
     shutil.rmtree(tmp_path / "1")
-    assert re.fullmatch(r"of step 6 there are \d+ of \d+ boxes", Machines(str(tmp_path), after).load())
+    assert re.fullmatch(r"of step 6 there are [\d,]+ of [\d,]+ bytes", Machines(str(tmp_path), after).load())
     assert not [*tmp_path.rglob("step_*")]
 
 
@@ -177,17 +176,18 @@ def test_damage_is_found(tmp_path):
         path.write_bytes(contents)
     with pytest.raises(ValueError, match=r"model-00001.* is damaged: '.*'\[.*\] isn't what was saved"):
         job.load()
-    kept = tmp_path / "2/step_1/kept.json"
+    kept = tmp_path / "2/step_1/checksums.json"
     kept.write_bytes(kept.read_bytes().replace(b"1", b"2", 1))
-    with pytest.raises(ValueError, match="rank 2: .*kept.json is damaged"):
+    with pytest.raises(ValueError, match="rank 2: .*checksums.json is damaged"):
         job.load()
 
     def other(part, rank):
         found = state_on(tensors(2), "dp").value(part)
         return found + rank if part.name == "embed" else found
 
-    with pytest.raises(ValueError, match=r"'embed'\[0:16, 0:4\] differs on ranks \d and \d"):
-        job.keep(2, value=other)
+    job.keep(2, value=other)
+    with pytest.raises(ValueError, match=r"'embed'\[0:16, 0:4\] isn't what was saved"):
+        job.load()
 
 
 def test_memory_that_is_too_small(tmp_path):

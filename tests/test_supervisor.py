@@ -27,7 +27,7 @@ from memory import held_memory  # noqa: E402
 RECIPE = str(ROOT / "configs" / "llama_tiny_cpu.yaml")
 TRAIN = [*supervisor.TRAIN, "--config", RECIPE, "parallelism.tensor_parallel=1", "parallelism.data_parallel_shard=-1"]
 KILLED = 137
-RUNS = {"run": {"folder": "/run", "saves": True}}
+RUNS = {"run": {"saves": True}}
 
 
 def end(code, step=7, done=3, error="", **told):
@@ -164,7 +164,7 @@ def test_what_a_job_tells(tmp_path, monkeypatch):
     factory = f"train_dataset.factory={__name__}:Samples"
     assert main(["train", "--config", RECIPE, *small, *alone, *given, factory]) == 2
     told = supervisor.Told(tmp_path)
-    assert told.run == {"folder": f"{tmp_path}/run", "saves": False}
+    assert told.run == {"saves": False}
     (step, error, code), *others = told.ends
     assert (told.step, told.done, step, code, others) == (3, 2, 3, 2, []) and "'a bad sample'" in error
 

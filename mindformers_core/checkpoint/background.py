@@ -11,7 +11,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
-from threading import Thread
 
 import numpy as np
 
@@ -33,12 +32,12 @@ class BackgroundSave:
 
     Attributes:
         folder: of the last checkpoint that was asked for; None before. seconds: from the return of `start` until this
-            rank's part of it was written, a dict with the key "write_seconds"; {} before.
+            rank's part of it was written, a dict with the key "write_seconds", after `settle`; {} before.
     """
 
     def __init__(self, ranks):
         self._ranks, self.folder, self.seconds = ranks, None, {}
-        self._plan = self._memory = self._faulting = self._process = self._clock = None
+        self._plan = self._memory = self._faulting = self._process = None
         self._worker, self._copying = ThreadPoolExecutor(1), None  # the `Future` of the copy and the process's start
         self._descriptors = ()  # of the snapshot, and of the parts of all ranks
 
@@ -114,10 +113,10 @@ class BackgroundSave:
         tokens = ranks.gather(f"{os.getpid()}-{time.time_ns()}")
         request["token"] = tokens[min(tokens)]
         self._faulting.result()
-        copies = snapshot_arrays(self._plan.of_rank(self._ranks.rank), self._memory)
-        copied, later = [], []
+        own, copied, later = self._plan.of_rank(ranks.rank), [], []
+        copies = snapshot_arrays(own, self._memory)
         with ThreadPoolExecutor(_COPIERS) as pool:
-            for (piece, array), copy in zip(piece_arrays(self._plan, self._ranks.rank, parts, values), copies):
+            for (piece, array), copy in zip(piece_arrays(own, parts, values), copies):
                 pair = copy, array.view(WORDS[array.dtype.itemsize])
                 if piece.key[0] == "model":  # a forward pass may write them, and ZeRO frees them
                     copied.append(pool.submit(np.copyto, *pair))
@@ -125,15 +124,8 @@ class BackgroundSave:
                     later.append(pair)
         for each in copied:
             each.result()
-        self._copying, self.seconds = self._worker.submit(self._write, later, request), {}
-        self._clock = Thread(target=self._measure, args=(self._copying, time.perf_counter()), daemon=True)
-        self._clock.start()
-
-    def _measure(self, copying, started):
-        """Wait for the process, beside everything else."""
-        wait([copying])
-        if self._process is not None and self._process.wait() == 0:
-            self.seconds = {"write_seconds": time.perf_counter() - started}
+        request["started"], self.seconds = time.monotonic(), {}
+        self._copying = self._worker.submit(self._write, later, request)
 
     def await_copies(self):
         """Wait until the moments are copied too: before they change."""
@@ -195,8 +187,8 @@ class BackgroundSave:
         if self._process is not None:
             with suppress(ProcessLookupError):
                 self._process.kill()
-            self._process.wait()
-            self._clock.join()
+            if self._process.wait() == 0:
+                self.seconds = {"write_seconds": float(self._process.stdout.read())}
             self._process.stdout.close()
             self._process = None
 

@@ -67,7 +67,7 @@ def move_parts(held, wanted, ranks):
     moves = plan_moves(parts_of_all(ranks, list(held)), parts_of_all(ranks, list(wanted)))
     sources, targets = ({part.key: part for part in parts} for parts in (held, wanted))
     own = [move for move in moves if ranks.rank in (move.sender, move.receiver)]
-    messages, by_key = channel() if moves else None, {key: tuple(of_key) for key, of_key in groupby(own, _KEY)}
+    by_key = {key: tuple(of_key) for key, of_key in groupby(own, _KEY)}
     left, values, arrays, copied = Counter(map(id, (*held.values(), *wanted.values()))), {}, {}, 0
     for key in sorted({*by_key, *targets, *sources}):
         given, taken = sources.get(key), targets.get(key)
@@ -82,7 +82,7 @@ def move_parts(held, wanted, ranks):
         if common is not None:
             array[inside(common, taken.box)] = value[inside(common, given.box)]
             copied += volume(common) * array.itemsize
-        _exchange_tensor(messages, ranks.rank, by_key.get(key, ()), (given, value), (taken, array))
+        _exchange_tensor(ranks.rank, by_key.get(key, ()), (given, value), (taken, array))
         for each in (parameter for parameter in (source, target) if parameter is not None):
             left[id(each)] -= 1
             if not left[id(each)]:  # nobody reads what it had, and all that it gets has come
@@ -126,37 +126,41 @@ def global_checksums(cells, optimizer=None):
     return {name: f"{total:016x}" for name, total in sorted(totals.items())}
 
 
-def _exchange_tensor(messages, rank, moves, given, taken):
+def _exchange_tensor(rank, moves, given, taken):
     """`exchange` of one tensor, of which this rank holds the `Part` `given[0]` and shall hold `taken[0]`, as arrays."""
     part, array = taken
 
     def write(move, data):
         array[inside(move.box, part.box)] = data.view(array.dtype).reshape(shape_of(move.box))
 
-    exchange(messages, rank, moves, lambda move: given[1][inside(move.box, given[0].box)], write)
+    exchange(rank, moves, lambda move: given[1][inside(move.box, given[0].box)], write)
 
 
-def exchange(messages, rank, moves, read, write):
-    """Send and receive the moves of one tensor; returns when all of them have been read, so that none wait in memory.
+def exchange(rank, moves, read, write):
+    """Send and receive the moves of a rank, tensor by tensor: when all of one have been read, so that none wait in
+    memory, the next one comes.
 
     Args:
-        messages: the `Channel`.
         rank: this one.
-        moves: those of this rank, in the order of all.
+        moves: in an order that all ranks have; those of other ranks are left out.
         read: function of a move, that returns the array to send.
         write: function of a move and of its bytes, which have come.
     """
-    for move in moves:
-        if move.sender == rank:
-            data = np.ascontiguousarray(read(move)).reshape(-1).view(np.uint8)
-            messages.send((Tensor.from_numpy(data),), move.receiver, _TENSOR)
-        else:
-            write(move, messages.receive(move.sender, _TENSOR)[0].asnumpy())
-    for move in moves:
-        if move.sender == rank:
-            messages.receive_object(move.receiver, _READ)
-        else:
-            messages.send_object("read", move.sender, _READ)
+    own = [move for move in moves if rank in (move.sender, move.receiver)]
+    messages = channel() if own else None
+    for _, of_tensor in groupby(own, _KEY):
+        of_tensor = tuple(of_tensor)
+        for move in of_tensor:
+            if move.sender == rank:
+                data = np.ascontiguousarray(read(move)).reshape(-1).view(np.uint8)
+                messages.send((Tensor.from_numpy(data),), move.receiver, _TENSOR)
+            else:
+                write(move, messages.receive(move.sender, _TENSOR)[0].asnumpy())
+        for move in of_tensor:
+            if move.sender == rank:
+                messages.receive_object(move.receiver, _READ)
+            else:
+                messages.send_object("read", move.sender, _READ)
 
 
 def _cells(given):

@@ -55,10 +55,12 @@ class Ranks:
         rank: this one's number.
         gather: function of a value that JSON can hold, which every rank calls: returns a dict, rank -> its value.
             Default: a process alone.
+        first: the rank that makes and completes files: the first one of those with this one's file system.
     """
 
     rank: int = 0
     gather: Callable = lambda value: {0: value}
+    first: int = 0
 
 
 def on_all_ranks(ranks, work):

@@ -56,8 +56,8 @@ class SavePlan:
 
     @property
     def nbytes(self):
-        """Bytes of all these files."""
-        return sum(file.nbytes for files in self.files.values() for file in files)
+        """Bytes that all ranks write into these files."""
+        return sum(len(file.header) for file in _files(self)) + sum(piece.nbytes for piece in self.pieces)
 
     def of_rank(self, rank):
         """The pieces that a rank writes."""
@@ -99,7 +99,7 @@ def save(folder, parts, values, documents, ranks=None, plan=None, files=None):
         folder: of the new checkpoint, as `run/checkpoint/step_12`; one that exists is replaced.
         parts: this rank's `Part`s.
         values: function of a `Part` that returns the NumPy array of its box.
-        documents: a dict, path in the folder -> bytes, of further files; only rank 0's are written.
+        documents: a dict, path in the folder -> bytes, of further files; only the first rank's are written.
         ranks: the `Ranks`. Default: this process alone.
         plan: what an earlier call with equal `parts` returned.
         files: the `FileLayer`.
@@ -113,10 +113,10 @@ def save(folder, parts, values, documents, ranks=None, plan=None, files=None):
     """
     ranks, files = ranks or Ranks(), files or FileLayer()
     plan = plan or plan_save(parts_of_all(ranks, parts))
-    is_first = ranks.rank == 0
+    is_first = ranks.rank == ranks.first
     try:
         on_all_ranks(ranks, lambda: make_files(folder, plan, files) if is_first else None)
-        pieces = piece_arrays(plan, ranks.rank, parts, values)
+        pieces = piece_arrays(plan.of_rank(ranks.rank), parts, values)
         sums = on_all_ranks(ranks, lambda: write_pieces(folder, pieces, files))
         on_all_ranks(ranks, lambda: commit(folder, plan, sums, documents, files) if is_first else None)
     except (OSError, ValueError) as error:
@@ -126,12 +126,11 @@ def save(folder, parts, values, documents, ranks=None, plan=None, files=None):
     return plan
 
 
-def make_files(folder, plan, files, needed=None):
+def make_files(folder, plan, files):
     """Make the unfinished folder with all tensors' files, of their sizes, with headers. One rank calls this.
 
     Args:
         folder, plan, files: as of `save`.
-        needed: bytes that will be written. Default: all.
 
     Raises:
         OSError: less space than the files need, among others.
@@ -139,9 +138,8 @@ def make_files(folder, plan, files, needed=None):
     unfinished, above = folder + INCOMPLETE, os.path.dirname(folder) or "."
     files.make_folder(above)
     tidy(folder, files)
-    free, needed = files.free(above), plan.nbytes if needed is None else needed
-    if free < needed:
-        raise OSError(f"it needs {bytes_shown(needed)}, but its file system has {bytes_shown(free)} left")
+    if (free := files.free(above)) < plan.nbytes:
+        raise OSError(f"it needs {bytes_shown(plan.nbytes)}, but its file system has {bytes_shown(free)} left")
     for path in (unfinished, *_folders(unfinished, plan)):
         files.make_folder(path)
     for file in _files(plan):
@@ -150,10 +148,10 @@ def make_files(folder, plan, files, needed=None):
             write_all(files, descriptor, file.header, 0)
 
 
-def piece_arrays(plan, rank, parts, values):
-    """Pairs (`Piece`, its array) of all pieces that `rank` writes, in the order of the plan; arguments as of `save`."""
+def piece_arrays(pieces, parts, values):
+    """Pairs (piece, its array) of `Piece`s or `Move`s, in their order; other arguments as of `save`."""
     own, held = grouped((part.key, part) for part in parts), (None, None)
-    for piece in plan.of_rank(rank):
+    for piece in pieces:
         part = next(part for part in own[piece.key] if overlap(part.box, piece.box) == piece.box)
         if held[0] is not part:
             held = part, values(part)

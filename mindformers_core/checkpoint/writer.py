@@ -109,14 +109,16 @@ def _end_with(parent):
 def main(parent, *descriptors):
     """Be the writer: arguments are the parent's process, and descriptors of the snapshot, of all parts, of the request.
 
-    Prints the text of an error.
+    Prints the seconds since the request, or the text of an error.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     memory, parts, request = (mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) for descriptor in descriptors)
     everywhere = {int(rank): decode_parts(own) for rank, own in json.loads(parts[:]).items()}
+    request = json.loads(request[:])
     try:
-        write_snapshot(everywhere, json.loads(request[:]), memory)
+        write_snapshot(everywhere, request, memory)
+        print(time.monotonic() - request["started"])
     except OSError as error:
         print(error)
         return 1

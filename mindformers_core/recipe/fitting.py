@@ -15,15 +15,13 @@ def fitting_ranks(path, overrides, whole, available, least=1):
         available: how many there are; least: with how many it may go on.
 
     Returns:
-        `(ranks, overrides)`; without overrides where all ranks are there.
+        `(ranks, overrides)`.
 
     Raises:
         ValueError: none of these numbers fits, with the reason of the largest one. Other errors as of `load_recipe`.
     """
     recipe = load_recipe(path, overrides)
     shape = mesh_shape(recipe, whole)
-    if available >= whole:
-        return whole, []
     sizes, dp = recipe.parallelism, shape[1]
     copy, samples, reason = whole // dp, batch_plan(recipe, dp).samples, ""
     shard = dp // sizes.data_parallel_replicate

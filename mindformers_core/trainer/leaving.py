@@ -4,18 +4,15 @@ import os
 import signal
 import sys
 import threading
-import time
+from contextlib import suppress
 
 from mindformers_core.checkpoint.tensors import ranks_of
 from mindformers_core.communication import process_state
 from mindformers_core.supervised import FOR_OTHERS
 
-_SAME = 5.0  # seconds in which a second signal is the first one, passed on
-
 
 class Leaving:
-    """While open as a context, in the main thread, SIGTERM asks all ranks to leave; a second one ends this process,
-    unless it comes at once: launchers pass on what every process of a job may have got.
+    """While open as a context, in the main thread, SIGTERM asks all ranks to leave.
 
     Args:
         mesh, rank: of the job, and this rank's number.
@@ -27,27 +24,26 @@ class Leaving:
 
     def __init__(self, mesh, rank, grace):
         self._ranks, self._is_alone = ranks_of(mesh, rank), mesh.size == 1
-        self._grace, self._before, self.asked, self._heard = grace, None, False, 0.0
+        self._grace, self._before, self.asked = grace, None, False
         self._watch = process_state().watch
         self._board = self._watch and self._watch.board
 
     def __enter__(self):
-        if _is_main_thread():
+        with suppress(ValueError):  # no main thread
             self._before = signal.signal(signal.SIGTERM, self._hear)
         return self
 
     def __exit__(self, *_):
-        if self._before is not None and _is_main_thread():
-            signal.signal(signal.SIGTERM, self._before)
+        with suppress(ValueError):
+            if self._before is not None:
+                signal.signal(signal.SIGTERM, self._before)
         if self._board is not None:
             self._board.forget_steps(self._ranks.rank)
 
     def _hear(self, number, frame):
-        if self.asked:
-            if time.monotonic() > self._heard + _SAME:
-                os._exit(FOR_OTHERS)
+        if self.asked:  # launchers pass on what every process of a job may have got
             return
-        self.asked, self._heard = True, time.monotonic()
+        self.asked = True
         if self._board is not None:
             self._board.ask_to_leave(self._ranks.rank)
         end = threading.Timer(self._grace, os._exit, (FOR_OTHERS,))
@@ -74,8 +70,3 @@ class Leaving:
         if self._watch:
             self._watch.job_leaves = True
         sys.exit(FOR_OTHERS)
-
-
-def _is_main_thread():
-    """Whether handlers of signals can be set here."""
-    return threading.current_thread() is threading.main_thread()

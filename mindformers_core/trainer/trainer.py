@@ -311,8 +311,7 @@ class Trainer:
         found, ranks = [], ranks_of(self.mesh, self.rank)
         with records.record_errors(self.recipe.training.output_dir):
             on_all_ranks(ranks, lambda: found.extend(self._writers(held)) if self.rank == 0 else None)
-        folder, saves = os.path.abspath(self.recipe.training.output_dir), self.recipe.checkpoint.enable_save
-        tell("run", {"folder": folder, "saves": saves})  # each rank, to the supervisor of its machine
+        tell("run", {"saves": self.recipe.checkpoint.enable_save})  # each rank, to the supervisor of its machine
         gathered = ranks.gather({name: astuple(each) for name, each in placed_of(self.recipe, self.cells).items()})
         placed = {name: Placed(*each) for own in gathered.values() for name, each in own.items()}
         if self.rank == 0:

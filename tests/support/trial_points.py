@@ -106,6 +106,16 @@ class Points:
         if self.rank == 0:
             self.tell("events", (time.monotonic(), what, self.steps))
 
+    def completed(self, saving):
+        """Tell when a `BackgroundSave` that has started is done."""
+
+        def wait():
+            saving.await_copies()
+            if saving._process is not None and saving._process.wait() == 0:
+                self.event("complete")
+
+        threading.Thread(target=wait, daemon=True).start()
+
     def files(self, layer):
         """A `FileLayer` of which each call that changes the disk is a place."""
 
@@ -152,10 +162,8 @@ class Points:
         self.before(checkpointer.Checkpointer, "await_copies", lambda *_: points.passed("update"))
         self.before(memory, "resume", lambda *_: points.passed("loading"))
         self.before(trainer, "save_job", after=lambda *_: points.event("save"))
-        self.before(
-            background.BackgroundSave, "start", after=lambda *_: points.passed("saving beside training")
-        )  # fmt: skip
-        self.before(background.BackgroundSave, "_measure", after=lambda *_: points.event("complete"))
+        self.before(background.BackgroundSave, "start", after=lambda *_: points.passed("saving beside training"))
+        self.before(background.BackgroundSave, "start", after=lambda saving, *_: points.completed(saving))
         save = checkpointer.save
         checkpointer.save = lambda *given: save(*given, files=points.files(slices.FileLayer))
         self.read()

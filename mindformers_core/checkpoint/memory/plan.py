@@ -2,84 +2,42 @@
 Python.
 """
 
-from dataclasses import dataclass
-
 from mindformers_core.checkpoint.moves import Move
-from mindformers_core.checkpoint.parts import PIECE_BYTES, Part, boxes_of
+from mindformers_core.checkpoint.parts import PIECE_BYTES, boxes_of
 from mindformers_core.checkpoint.regions import balanced, overlap
 from mindformers_core.checkpoint.save import Piece, SavePlan, plan_save
 from mindformers_core.grouping import grouped
 
 
-@dataclass(frozen=True)
-class MemoryPlan:
-    """The boxes that all ranks keep in memory; no rank keeps one twice.
-
-    Attributes:
-        saved: the `SavePlan` of the whole state, of which each piece's rank is the first that keeps it.
-        local: the `SavePlan` of what ranks keep of tensors that they hold: these pieces, and second copies.
-        moves: the `Move`s of the other second copies, from the first rank to the second one.
-        kept: rank -> what it keeps, a list of `Part`s: in the order of `local`, then of the moves to it.
-    """
-
-    saved: SavePlan
-    local: SavePlan
-    moves: tuple
-    kept: dict
-
-    def agreed(self, sums):
-        """The checksums of the pieces of `saved`, a dict as of `commit`.
-
-        Args:
-            sums: rank -> those of its `kept` boxes.
-
-        Raises:
-            ValueError: the two copies of a box differ.
-        """
-        found = {}
-        for rank, own in sums.items():
-            for part, value in zip(self.kept[rank], own, strict=True):
-                first, known = found.setdefault((part.key, part.box), (rank, value))
-                if known != value:
-                    where = ", ".join(f"{start}:{stop}" for start, stop in part.box)
-                    at = f"ranks {first} and {rank}"
-                    raise ValueError(f"checkpoint.replicas: '{part.name}'[{where}] differs on {at}, which both hold it")
-        return grouped((piece.rank, found[piece.key, piece.box][1]) for piece in self.saved.pieces)
-
-
 def plan_memory(everywhere, machines, piece_bytes=PIECE_BYTES):
-    """The `MemoryPlan`: a box that ranks of two machines hold is kept there, and nothing is sent; of any other one a
-    copy goes to the next machine, in the order of their first ranks.
-
-    On one machine alone each box is kept once.
+    """The boxes that all ranks keep in memory: one that ranks of two machines hold is kept there, and nothing is sent;
+    of any other one a copy goes to the next machine, in the order of their first ranks.
 
     Args:
         everywhere: a dict, rank -> list of `Part`s.
         machines: a dict, rank -> its machine.
         piece_bytes: bytes of a box at most.
 
+    Returns:
+        The `SavePlan` of all machines, in which each box is twice, and a list of `Move`s, of those that their second
+        rank doesn't hold. With one machine each box is there once.
+
     Raises:
         ValueError: as of `plan_save`.
     """
-    saved, boxes, neighbours = plan_save(everywhere, piece_bytes=piece_bytes), boxes_of(everywhere), _next(machines)
+    whole, boxes, neighbours = plan_save(everywhere, piece_bytes=piece_bytes), boxes_of(everywhere), _next(machines)
     holders, offers = [], []
-    for piece in saved.pieces:
+    for piece in whole.pieces:
         holders.append([rank for rank, box in boxes[piece.key] if overlap(box, piece.box) == piece.box])
         elsewhere = [rank for rank in holders[-1] if machines[rank] != machines[piece.rank]]
         offers.append(elsewhere or [neighbours[piece.rank]])
-    seconds = balanced([piece.nbytes for piece in saved.pieces], offers)
-    local, moves, kept = [], [], {rank: ([], []) for rank in sorted(machines)}
-    for piece, held, second in zip(saved.pieces, holders, seconds, strict=True):
-        part = Part(*piece.key, piece.placed.dtype, piece.placed.shape, piece.box)
-        for rank in dict.fromkeys((piece.rank, second)):
-            is_held = rank in held
-            kept[rank][not is_held].append(part)
-            if is_held:
-                local.append(Piece(piece.key, piece.placed, piece.box, rank))
-            else:
-                moves.append(Move(piece.key, piece.box, piece.rank, rank, piece.nbytes))
-    kept = {rank: [*own, *received] for rank, (own, received) in kept.items()}
-    return MemoryPlan(saved, SavePlan(saved.files, tuple(local)), tuple(moves), kept)
+    seconds = balanced([piece.nbytes for piece in whole.pieces], offers)
+    pieces, moves = [], []
+    for piece, held, second in zip(whole.pieces, holders, seconds, strict=True):
+        pieces += [Piece(piece.key, piece.placed, piece.box, rank) for rank in dict.fromkeys((piece.rank, second))]
+        if second not in held:
+            moves.append(Move(piece.key, piece.box, piece.rank, second, piece.nbytes))
+    return SavePlan(whole.files, tuple(pieces)), moves
 
 
 def _next(machines):

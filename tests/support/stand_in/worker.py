@@ -63,7 +63,7 @@ class Worker:
         box = (self.rank * OF_A_RANK, (self.rank + 1) * OF_A_RANK)
         self.part = Part("model", "vector", "float64", (self.size * OF_A_RANK,), (box,))
         if is_async:
-            self.points.before(BackgroundSave, "_measure", after=lambda *_: self.points.event("complete"))
+            self.points.before(BackgroundSave, "start", after=lambda saving, *_: self.points.completed(saving))
             self.background = BackgroundSave(self.ranks)
 
     def gather(self, value):
@@ -145,7 +145,7 @@ class Worker:
         self.watch.await_ranks("")
         self.load()
         if self.rank == 0:
-            supervised.tell("run", {"folder": str(self.run), "saves": True})
+            supervised.tell("run", {"saves": True})
         while self.step < steps:
             self.train()
             leaves = self.watch.board.leave_after(self.rank, self.step) and self.step < steps
