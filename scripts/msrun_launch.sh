@@ -20,15 +20,8 @@ Usage: bash scripts/msrun_launch.sh COMMAND [WORKER_NUM] [LOCAL_WORKER] [MASTER_
                     False: start them and return at once; nobody then notices a failure
   CLUSTER_TIME_OUT  seconds to wait until all processes have met (7200)
 
-Environment variables (docs/recovery.md):
-  GRACE             seconds that workers have after SIGTERM (40)
-  RESTARTS          how often the job is started again after a death, from its newest checkpoint (0)
-  MIN_WORKERS       with how many processes it goes on at least (WORKER_NUM)
-  EXCLUDE           numbers of processes, from 0, that can't be used now, as "2 3", or a file with them, read again
-                    and again: the job goes on with fewer, and with more when they are back (none)
-  REJOIN_TIMEOUT    seconds to wait for MIN_WORKERS, and until the processes of a restart have met (600)
-  BACKOFF           seconds before a restart; twice as many after each start without a step (1)
-  TIME_LIMIT        seconds from the first start after which there is no restart (none)
+The environment variables RESTARTS, MIN_WORKERS, EXCLUDE, REJOIN_TIMEOUT, BACKOFF and TIME_LIMIT start it again after a
+death; GRACE are the seconds that workers have after SIGTERM: docs/recovery.md.
 
 Examples:
   bash scripts/msrun_launch.sh "-m mindformers_core train --config configs/llama_tiny_cpu.yaml" 4

@@ -11,19 +11,22 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
 import numpy as np
-from memory import held_memory
 from processes import become_subreaper, end_with_parent, kill_children
 
+from mindformers_core.files import lock_folder
 from mindformers_core.recipe.fitting import fitting_ranks
 from mindformers_core.supervised import FOLDER, FOR_OTHERS, MEMORY
 
 POLL_SECONDS = 0.2
 LONGEST_PAUSE = 60  # seconds
+SHARED, PREFIX = Path("/dev/shm"), "mindformers."
 FROM_OUTSIDE = {128 + number for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
 TRAIN = ["-m", "mindformers_core", "train"]
 SETTINGS = {"RESTARTS": 0, "MIN_WORKERS": None, "REJOIN_TIMEOUT": 600, "BACKOFF": 1, "TIME_LIMIT": None}  # defaults
@@ -47,7 +50,7 @@ def main():
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, supervisor.hear)
     with held_memory() as folder:
-        os.environ |= {MEMORY: folder} if folder else {}
+        os.environ[MEMORY] = folder
         sys.exit(supervisor.run())
 
 
@@ -86,6 +89,25 @@ def slots(environ, workers):
                 f"EXCLUDE={given!r}: {word!r} is no process: give numbers from 0 to {workers - 1}, or a file"
             )
     return sorted({*range(workers)}.difference(map(int, words)))
+
+
+@contextmanager
+def held_memory():
+    """The path of a new folder of memory that outlives the processes of a job; it is removed at the end of the block.
+
+    Those of processes that were killed, which hold no lock any more, are removed, too.
+    """
+    for left in SHARED.glob(f"{PREFIX}*"):
+        with suppress(OSError), lock_folder(left):
+            shutil.rmtree(left)
+    made = tempfile.mkdtemp(prefix=f".{PREFIX}", dir=SHARED)
+    with lock_folder(made):  # before it has the name that others look for
+        folder = os.path.join(SHARED, os.path.basename(made).removeprefix("."))
+        os.rename(made, folder)
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 class Supervisor:

@@ -22,7 +22,6 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "scripts"))
 
 import supervisor  # noqa: E402
-from memory import held_memory  # noqa: E402
 
 RECIPE = str(ROOT / "configs" / "llama_tiny_cpu.yaml")
 TRAIN = [*supervisor.TRAIN, "--config", RECIPE, "parallelism.tensor_parallel=1", "parallelism.data_parallel_shard=-1"]
@@ -126,14 +125,14 @@ def test_a_launch_hears_of_the_end_of_its_supervisor(tmp_path, number, code):
     words = [sys.executable, supervisor.__file__, "--workers", "2", "--log_dir", tmp_path, "--launch", *words]
     with subprocess.Popen([*map(str, words)], stdout=subprocess.PIPE, env={**os.environ, "RESTARTS": "3"}) as process:
         memory = Path(process.stdout.readline().decode().strip())
-        with held_memory():
+        with supervisor.held_memory():
             assert (memory / ".lock").exists()
         process.send_signal(number)
         assert process.wait(20) == code
         assert process.stdout.read() == b""  # the launch has ended, and there is no other one
     assert (tmp_path / "heard").exists()
     assert number == signal.SIGKILL or not memory.exists()
-    with held_memory() as own:
+    with supervisor.held_memory() as own:
         assert not memory.exists() and (Path(own) / ".lock").exists()
     assert not Path(own).exists()
 

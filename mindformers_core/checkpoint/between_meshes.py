@@ -2,8 +2,6 @@
 
 from collections import Counter
 from dataclasses import dataclass
-from itertools import groupby
-from operator import attrgetter
 
 import numpy as np
 from mindspore import Tensor, nn
@@ -15,10 +13,11 @@ from mindformers_core.checkpoint.regions import inside, overlap, shape_of, volum
 from mindformers_core.checkpoint.tensors import fill_parameter, model_parts, optimizer_parts, ranks_of, share_weights
 from mindformers_core.communication import channel, world
 from mindformers_core.communication.tensor_bytes import numpy_dtype
+from mindformers_core.grouping import grouped
 from mindformers_core.mesh import DeviceMesh
 
 _TENSOR, _READ = (7_020, 0), (7_020, 1)  # tags of messages
-_KEY, _ENDS = attrgetter("key"), ("sender", "receiver")
+_ENDS = "sender", "receiver"
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ def move_parts(held, wanted, ranks):
     moves = plan_moves(parts_of_all(ranks, list(held)), parts_of_all(ranks, list(wanted)))
     sources, targets = ({part.key: part for part in parts} for parts in (held, wanted))
     own = [move for move in moves if ranks.rank in (move.sender, move.receiver)]
-    by_key = {key: tuple(of_key) for key, of_key in groupby(own, _KEY)}
+    by_key = grouped((move.key, move) for move in own)
     left, values, arrays, copied = Counter(map(id, (*held.values(), *wanted.values()))), {}, {}, 0
     for key in sorted({*by_key, *targets, *sources}):
         given, taken = sources.get(key), targets.get(key)
@@ -148,8 +147,7 @@ def exchange(rank, moves, read, write):
     """
     own = [move for move in moves if rank in (move.sender, move.receiver)]
     messages = channel() if own else None
-    for _, of_tensor in groupby(own, _KEY):
-        of_tensor = tuple(of_tensor)
+    for of_tensor in grouped((move.key, move) for move in own).values():
         for move in of_tensor:
             if move.sender == rank:
                 data = np.ascontiguousarray(read(move)).reshape(-1).view(np.uint8)

@@ -75,21 +75,13 @@ def plan_save(everywhere, most=index.DATA_BYTES, piece_bytes=PIECE_BYTES):
     Raises:
         ValueError: ranks disagree about a tensor, or no rank holds a part of it; its dtype can't be saved.
     """
-    divided, files = divide(everywhere, piece_bytes), files_of(tensors_of(everywhere), most)
-    placed = {
-        (group, name): place for group, own in files.items() for file in own for name, place in file.tensors.items()
-    }
-    order = sorted(divided, key=lambda key: (placed[key].file, placed[key].offset))
-    return SavePlan(files, tuple(Piece(key, placed[key], *piece) for key in order for piece in divided[key]))
-
-
-def files_of(tensors, most=index.DATA_BYTES):
-    """The files of tensors, a dict as of `tensors_of`: group -> list of `TensorFile`s."""
-    found = {}
+    tensors, divided, files, placed = tensors_of(everywhere), divide(everywhere, piece_bytes), {}, {}
     for group, start in index.GROUPS.items():
         own = {name: described for (kind, name), described in tensors.items() if kind == group}
-        found[group] = index.place_tensors(own, start, most) if own else []
-    return found
+        files[group] = index.place_tensors(own, start, most) if own else []
+        placed |= {(group, name): place for file in files[group] for name, place in file.tensors.items()}
+    order = sorted(divided, key=lambda key: (placed[key].file, placed[key].offset))
+    return SavePlan(files, tuple(Piece(key, placed[key], *piece) for key in order for piece in divided[key]))
 
 
 def save(folder, parts, values, documents, ranks=None, plan=None, files=None):

@@ -16,7 +16,7 @@ from mindformers_core.checkpoint.memory.plan import plan_memory
 from mindformers_core.checkpoint.moves import plan_moves
 from mindformers_core.checkpoint.parts import Part, decode_parts, encode_parts, on_all_ranks, parts_of_all, tensors_of
 from mindformers_core.checkpoint.regions import shape_of
-from mindformers_core.checkpoint.save import SaveError, SavePlan, commit, files_of, make_files, piece_arrays, save
+from mindformers_core.checkpoint.save import SaveError, commit, make_files, piece_arrays, plan_save, save
 from mindformers_core.checkpoint.slices import WORDS, FileLayer, opened, read_box, write_box
 from mindformers_core.grouping import grouped
 from mindformers_core.hints import bytes_shown
@@ -71,7 +71,7 @@ class MemoryStore:
             lambda part: received.pop(part) if part in received else values(part),
             {path: text.encode() for path, text in texts.items()},
             ranks,
-            SavePlan(whole.files, tuple(each for each in whole.pieces if machines[each.rank] == machines[ranks.rank])),
+            replace(whole, pieces=tuple(p for p in whole.pieces if machines[p.rank] == machines[ranks.rank])),
             self._files,
         )
         self._newest = folder
@@ -116,7 +116,7 @@ class MemoryStore:
             return {path.name: path.read_text() for path in paths if path.name != CHECKSUMS}
 
         def make_empty():
-            plan = SavePlan(files_of(tensors_of(self._sources)), ())
+            plan = replace(plan_save(self._sources), pieces=())
             make_files(folder, plan, self._files)
             commit(folder, plan, {}, {path: text.encode() for path, text in texts.items()}, self._files)
 
