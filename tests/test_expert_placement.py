@@ -10,11 +10,14 @@ from support.launch import ROOT
 from support.small_generation import RECIPE, mesh
 from test_routed_recipes import DEEPSEEK
 
+from mindformers_core.checkpoint.between_meshes import global_checksums, relayout
+from mindformers_core.checkpoint.load import open_checkpoint
 from mindformers_core.checkpoint.tensor_map import placed
 from mindformers_core.checkpoint.tensors import fill_parameter
 from mindformers_core.communication.simulated import SimulatedRanks
 from mindformers_core.data.datasets import dataset_of
 from mindformers_core.models.expert_placement import placement, rank_loads
+from mindformers_core.models.experts import RoutedExperts
 from mindformers_core.passes.thread_tape import custom_gradients
 from mindformers_core.recipe.loader import RecipeError, load_recipe
 from mindformers_core.recipe.sections import recipe_mesh
@@ -89,7 +92,7 @@ def trained(folder, *overrides, steps=2):
                 fill_parameter(each, np.linspace(0.3, 0, 8, dtype=np.float32))
         while job.step < steps:
             rows.append(dict(job.train_step()))
-            if job.step in (2, steps):
+            if job.step in (2, 4, steps):
                 save_job(job)
         return [{key: float(each) for key, each in row.items() if np.size(each) == 1} for row in rows]
 
@@ -134,6 +137,32 @@ def test_moving_changes_no_number(tmp_path, still):
     rows = trained(tmp_path / "four", *mine, *MOVED, steps=3)[0]
     assert rows[0]["experts_moved"]
     check(rows, saved(tmp_path / "four", 3), still, 3, 1e-5)
+
+
+@pytest.mark.nightly
+def test_a_resumed_run_moves_experts_as_one_that_was_not_ended(tmp_path):
+    """They lie where they were after the look of step 3, and loads since then count in the next one."""
+    given = (*MESHES["dp2"], "moe.placement.interval=3", "moe.placement.threshold=1.02")
+    whole, steps = trained(tmp_path / "whole", *given, steps=5), tmp_path / "whole" / "checkpoint"
+    on = trained(tmp_path / "on", *given, f"checkpoint.load_path={steps / 'step_4'}", steps=5)
+    assert whole[0][2]["experts_moved"]
+    for key in ("loss", "gradient_norm", "rank_load"):
+        assert on[0][0][key] == whole[0][4][key], key
+    saves = steps / "step_4", steps / "step_5", tmp_path / "on" / "checkpoint" / "step_5"
+    before, after, found = (open_checkpoint(path).state["placement"] for path in saves)
+    assert found == after and np.sum(after["loads"]) == 2 * np.sum(before["loads"]) > 0
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_moved_experts_are_not_taken_by_their_places():
+    """Until they have moved, they are."""
+    net = RoutedExperts(4, 2, 2)
+    net.let_move()
+    assert relayout(net, RoutedExperts(4, 2, 2)).copied
+    fill_parameter(net.moved_by, np.array([1, -1, 0, 0], np.int32))
+    for call in (global_checksums, lambda net: relayout(RoutedExperts(4, 2, 2), net)):
+        with pytest.raises(ValueError, match="take experts by their places, but those of '' have moved by moe.plac"):
+            call(net)
 
 
 @pytest.mark.nightly

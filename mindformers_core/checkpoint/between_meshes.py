@@ -4,11 +4,11 @@ from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
-from mindspore import Tensor, nn
+from mindspore import Parameter, Tensor, nn
 
 from mindformers_core.checkpoint.checksums import MODULUS, checksum
 from mindformers_core.checkpoint.moves import plan_moves
-from mindformers_core.checkpoint.parts import divide, parts_of_all
+from mindformers_core.checkpoint.parts import divide, on_all_ranks, parts_of_all
 from mindformers_core.checkpoint.regions import inside, overlap, shape_of, volume
 from mindformers_core.checkpoint.tensors import fill_parameter, model_parts, optimizer_parts, ranks_of, share_weights
 from mindformers_core.communication import channel, world
@@ -45,7 +45,8 @@ def relayout(source, target, source_optimizer=None, target_optimizer=None):
         The `RelayoutReport` of this rank.
 
     Raises:
-        ValueError: on all ranks: a tensor that the source doesn't have, or with another shape or dtype.
+        ValueError: on all ranks: a tensor that the source doesn't have, or with another shape or dtype; experts that
+            `moe.placement` has moved.
     """
     held, wanted = _parts(source, source_optimizer), _parts(target, target_optimizer)
     report = move_parts(held, wanted, _ranks())
@@ -103,7 +104,8 @@ def global_checksums(cells, optimizer=None):
     All ranks of the world call this; arguments as of `relayout`.
 
     Raises:
-        ValueError: on all ranks: two ranks have different values of a part that both hold; names tensor and ranks.
+        ValueError: on all ranks: two ranks have different values of a part that both hold; names tensor and ranks. Or
+            experts that `moe.placement` has moved.
     """
     held, ranks = _parts(cells, optimizer), _ranks()
     divided, own = divide(parts_of_all(ranks, list(held))), []
@@ -167,8 +169,19 @@ def _cells(given):
 
 def _parts(cells, optimizer):
     """This rank's `Part`s of Cells and an optimizer, a dict, `Part` -> Parameter."""
-    rank = world().rank
-    return model_parts(_cells(cells), rank) | (optimizer_parts(optimizer, rank) if optimizer is not None else {})
+    rank, cells = world().rank, _cells(cells)
+    on_all_ranks(_ranks(), lambda: _check_places(cells))
+    return model_parts(cells, rank) | (optimizer_parts(optimizer, rank) if optimizer is not None else {})
+
+
+def _check_places(cells):
+    for path, cell in (pair for net in cells for pair in net.cells_and_names()):
+        moved_by = getattr(cell, "moved_by", None)  # of `RoutedExperts`
+        if isinstance(moved_by, Parameter) and not moved_by.is_meta and moved_by.asnumpy().any():
+            raise ValueError(
+                f"relayout() and global_checksums() take experts by their places, but those of '{path}' have moved by "
+                "moe.placement: save a checkpoint, which has them by their numbers, and load that"
+            )
 
 
 def _ranks():

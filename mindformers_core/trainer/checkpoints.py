@@ -109,6 +109,7 @@ def resume(job, checkpoint):
         job.skipped, job.skipped_in_a_row = (state.get(name, 0) for name in ("skipped", "skipped_in_a_row"))
         if job.loss_scale and state["loss_scale"]:
             job.loss_scale.restore(state["loss_scale"])
+        job.placement.restore(state.get("placement"))
     if job.rank == 0:
         what = f"all, of step {job.step}; sample {job.consumed} of the data is next" if state else "weights only"
         print(f"loaded {checkpoint.folder}: {what}{_changes(recipe, checkpoint)}")
@@ -174,6 +175,7 @@ def contents_of(job):
         "compared": job.compared,
         "skipped": job.skipped,
         "skipped_in_a_row": job.skipped_in_a_row,
+        "placement": job.placement.state(),
         "recipe": recipe_to_dict(recipe),
     }
     return state, {CONFIG: encode_json(config, indent=1)}

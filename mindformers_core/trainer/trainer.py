@@ -67,7 +67,7 @@ class Trainer:
         cells: number of a stage -> its Cell, see `build_cells`; without a pipeline of stage 0, the whole model.
         optimizer, checkpointer, loss_scale: the optimizer of this rank's parameters, the `Checkpointer`, the
             `LossScale`, or None.
-        plan: the `BatchPlan` of a step.
+        plan, placement: the `BatchPlan` of a step, and the `ExpertPlacement`.
         step, consumed: number of steps, and of sequences that they took, also before the run was resumed.
         skipped, skipped_in_a_row: number of steps that were skipped, since something wasn't finite.
         compared: the last step after which ranks had equal weights and moments where they have the same ones; or None.
@@ -109,7 +109,7 @@ class Trainer:
         self.loss_scale = loss_scale_of(recipe, mesh)
         self.optimizer, self.run_step, self._forward = step_function(recipe, mesh, self.cells, self.loss_scale)
         self.checkpointer = checkpointer_of(recipe, mesh, self.cells, self.optimizer)
-        self._placement = ExpertPlacement(recipe, mesh, self.cells, self.checkpointer)
+        self.placement = ExpertPlacement(recipe, mesh, self.cells, self.checkpointer)
         self.step = self.consumed = self.skipped = self.skipped_in_a_row = 0
         self.loaded_config = self.summary = None
         self._operations = self._operations_of_step()
@@ -231,7 +231,7 @@ class Trainer:
         scalars = self.optimizer.scalars(self.step - self.skipped, rate)
         loss, norm, odd, told = self.run_step(tuple(map(ms.Tensor, batch)), scalars, self.checkpointer.await_copies)
         process_state().observer.end_step(self.step)
-        told |= self._placement.after_step(self.step, told.pop("expert_counts", None))
+        told |= self.placement.after_step(self.step, told.pop("expert_counts", None))
         self._told[1] += 1
         precision, found = self.recipe.precision, odd or []
         is_skipped = math.isinf(norm) if odd is None else precision.skip_not_finite  # see `step_function`
