@@ -38,6 +38,7 @@ def dry_run(capsys, monkeypatch):
 
 @pytest.mark.ranks
 @pytest.mark.waits
+@pytest.mark.nightly
 def test_a_large_recipe_is_checked_in_little_memory(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOG_v": "3"}
     command = [sys.executable, "-c", MEASURED, "train", "--dry-run", "--config", "configs/llama3_70b.yaml"]

@@ -25,7 +25,7 @@ TEXT = make_errors.PAGE.read_text(encoding="utf-8")
 
 @pytest.mark.ranks
 @pytest.mark.waits
-@pytest.mark.parametrize("every", [6, pytest.param(1, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("every", [12, pytest.param(1, marks=pytest.mark.nightly)])
 def test_errors_are_as_on_the_page(tmp_path, every):
     cases = QUICK[::every]
     results = make_errors.run_cases(PRELUDE, cases)

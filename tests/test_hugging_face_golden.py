@@ -128,7 +128,7 @@ MESHES = {
 }  # fmt: skip
 DAILY = {
     ("llama_tied", "dp, tp, ZeRO 2"), ("llama_untied", "pp, tp"), ("qwen3", "ZeRO 3, recompute"),
-    ("gpt2", "cp, tp, sp"), ("deepseek_v3", "cp, tp, sp"),
+    ("gpt2", "pp, tp"), ("deepseek_v3", "cp, tp, sp"),
     ("qwen3_moe", "dp, tp, ZeRO 2"),
 }  # fmt: skip
 

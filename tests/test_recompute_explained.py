@@ -138,9 +138,9 @@ def test_what_is_sent_again():
 
 
 def test_a_compiled_cell_that_runs_again_has_a_mark(tmp_path):
-    """Of the program that ran; where equal ones are shown once, too, and in the part of one of them."""
+    """Of the program of a compiled step; where equal ones are shown once, too, and in the part of one of them."""
     net = recompute(sharded(llama), full="0-1", select="layers.2.mlp")
-    value_and_grad(hsdp(net), compiled=True)(*INPUTS[llama]())
+    value_and_grad(hsdp(net), compiled=True).prepare(IDS, IDS)
     lines = explain(net, html=tmp_path / "page.html").splitlines()
     marked = [line.split() for line in lines if "[recomputed whole: " in line]
     assert [(words[0], words[-6:-4], words[-2:]) for words in marked] == [

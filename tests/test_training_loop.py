@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from mindspore.graph import api as graph_api
 from safetensors.numpy import load_file
+from support.nightly import daily
 
 from mindformers_core.commands.command_line import main
 from mindformers_core.commands.compare import largest_difference, read_losses
@@ -31,6 +32,7 @@ SMALL = (
     "train_dataset.max_bytes=20000", "model.hidden_size=32", "model.intermediate_size=64", "model.num_hidden_layers=1",
     "lr_scheduler.warmup_steps=2", "monitor.plot=false",
 )  # fmt: skip
+SCALED = ["precision.compute=float16", "precision.loss_scale=1048576"]
 
 
 @pytest.fixture
@@ -123,18 +125,18 @@ def test_a_step_is_compiled_once(run, monkeypatch):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("scaled", [("precision.compute=float16", "precision.loss_scale=1048576"), ()])
+@pytest.mark.parametrize("scaled", daily([SCALED, []], [SCALED, [], ["context.mode=0"]]))
 def test_resumed_run_is_the_unbroken_run(run, tmp_path, scaled):
     blocks = "model.heterogeneous_block_specs=[{intermediate_size: 48}]"  # a tuple in the config, a list in the file
     saving = "checkpoint.enable_save=true", "checkpoint.save_interleaved_steps=3", blocks
-    saving += scaled or ("context.mode=0",)
+    saving = *saving, *scaled
     unbroken, _ = run("broken", *saving)
     source = tmp_path / "broken" / "checkpoint" / "step_3"
     assert sorted(os.listdir(source.parent)) == ["step_3", "step_6"]
-    resumed, summary = run("new" if scaled else "broken", f"checkpoint.load_path={source}", *saving)
+    resumed, summary = run("new" if scaled == SCALED else "broken", f"checkpoint.load_path={source}", *saving)
     assert summary.startswith("3 steps")
-    assert resumed == {step: loss for step, loss in unbroken.items() if not scaled or step > 3}
-    for name in ("broken", "new") if scaled else ():
+    assert resumed == {step: loss for step, loss in unbroken.items() if scaled != SCALED or step > 3}
+    for name in ("broken", "new") if scaled == SCALED else ():
         assert [row["skipped"] for row in rows_of(tmp_path / name)[-3:]] == [4, 5, 6]
 
 

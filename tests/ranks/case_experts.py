@@ -133,7 +133,7 @@ BY_TOKENS = (
 )
 
 
-@on_ranks(2)
+@on_ranks(nightly=(2,))
 def case_a_compiled_recipe_with_experts_trains_as_on_one_card():
     """Micro-batches are as large as on one card, since the routers' losses are those of each."""
     compare_with_one_rank(*BY_DATA, COMPILED, shape=(1, 2, 1, 1), alike=ONE_LAYER, micro_batches=4)

@@ -114,9 +114,9 @@ def equal(found, expected):
     return len(found) == len(expected) and all(map(np.array_equal, found, expected))
 
 
-@on_ranks(2, nightly=(4,))
+@on_ranks(nightly=(2, 4))
 def case_recomputed_compiled_stages_give_the_same_bits():
-    """pp 2, split backward passes; at night x tp 2, also whole ones."""
+    """pp 2, split backward passes; x tp 2 also whole ones."""
     expected, none = pipelined(True, ScheduleZBH1)  # what a weight step needs is there again after the input step
     assert none == 0
     assert equal(pipelined(True, ScheduleZBH1, **MIDDLE)[0], expected)

@@ -2,6 +2,7 @@
 
 import resource
 import time
+from collections import Counter
 from dataclasses import dataclass
 
 import pytest
@@ -63,13 +64,18 @@ def remember_launches(config, launches):
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    """The slowest tests and rank cases together, then each launch, then the whole."""
+    """The slowest tests and rank cases together, then the dearest files, then each launch, then the whole."""
     wanted, times = config.getoption("slowest"), config.stash[_TIMES].values()
     if not wanted or not times:
         return
     terminalreporter.section(f"slowest {min(wanted, len(times))} of {len(times)}: seconds, CPU seconds (of all ranks)")
     for timed in sorted(times, key=lambda timed: -timed.seconds)[:wanted]:
         terminalreporter.write_line(f"{timed.seconds:8.2f} {timed.cpu_seconds:8.2f}  {timed.name}")
+    files = Counter()
+    for timed in times:
+        files[_file_of(timed.name)] += timed.cpu_seconds
+    dearest = [f"{name} {seconds:.0f}" for name, seconds in files.most_common(wanted)]
+    terminalreporter.write_line(f"CPU seconds of files: {', '.join(dearest)}")
     for size, (results, starting) in config.stash[_LAUNCHES].items():
         terminalreporter.write_line(_launch_line(size, list(results.values()), starting))
     own, children = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
@@ -78,6 +84,11 @@ def pytest_terminal_summary(terminalreporter, config):
         f"pytest: {cpu_seconds:.0f} CPU s, peak memory: {own.ru_maxrss / 2**20:.1f} GiB; "
         f"processes that it started and waited for: {child_seconds:.0f} CPU s"
     )
+
+
+def _file_of(name):
+    """The file of a test; of a rank case its number of ranks and its module."""
+    return name.partition("::test_case[")[2].partition("::")[0] or name.partition("::")[0]
 
 
 def _launch_line(size, results, starting):
