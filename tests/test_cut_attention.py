@@ -177,33 +177,6 @@ def masked(random, kind, length):
     return (first if kind == "documents" else own * 0), own + 1, (None, 0), kind == "causal"
 
 
-@pytest.mark.parametrize("count", [6, pytest.param(200, marks=pytest.mark.nightly)])
-def test_any_mask_in_any_order(count):
-    """Outputs, sums, and the gradients of both, of either algorithm with a gradient of its own."""
-    random = np.random.default_rng(3)
-    for number in range(count):
-        ranks, each, groups = int(random.choice([2, 3, 4])), int(random.choice([1, 2])), int(random.choice([1, 2]))
-        length = ranks * each * int(random.integers(1, 4))
-        kind = random.choice(["causal", "full", "window", "prefix", "documents"])
-        first, last, reach, exact = masked(random, kind, length)
-        order = tuple(map(int, random.permutation(ranks * each)))
-        places = np.arange(length, dtype=np.int32).reshape(len(order), -1)[list(order)].reshape(-1)
-        given = [
-            random.normal(size=(2, length, *size)).astype(np.float32) for size in ((4, 3), (groups, 3), (groups, 2))
-        ]
-        given += [each[places][None].astype(np.int32) for each in (first, last)] + [places[None]]
-        slopes = [random.normal(size=size).astype(np.float32) for size in ((2, length, 4, 2), (2, 4, length))]
-        order = order if random.random() < 0.7 else None
-        algorithm = ("attention_ring", "attention_gather")[number % 2]
-        drop, draws = float(random.choice([0, 0.25])), random.integers(0, 1 << 24, (2, 4, 2)).astype(np.int32)
-        dropped = (drop, places[None], draws) if drop else None
-        found, _ = on_parts(algorithm, ranks, given, 0.5, (order, reach, exact, "auto"), *slopes, dropped)
-        where = f"{number}: {algorithm}, {kind}, {ranks} ranks, {order}"
-        wanted = dense(*given, 0.5, *slopes, staying(*dropped, places[None]) if drop else 1)
-        for one, other in zip(found, wanted, strict=True):
-            np.testing.assert_allclose(one, other, 1e-4, 2e-5, err_msg=where)
-
-
 def test_places_that_float32_does_not_tell_apart():
     query, key = (1, 8, 2, 4), (1, 2**24 + 1, 2, 4)
     row = tensor_meta((1, 8), "int32"), tensor_meta((1, 8), "int32"), tensor_meta((1, 2**24 + 1), "int32")
