@@ -9,8 +9,9 @@ import pytest
 from mindspore import Tensor, nn
 from support.algorithm_prices import eager_price, program_price
 from support.launch import ROOT
+from support.nightly import daily
 from support.saved_tensors import measured
-from support.verified_calls import MESH, Sample, check_of, eager, numbers
+from support.verified_calls import MESH, MESH_OF_4, Sample, check_of, eager, numbers
 
 from mindformers_core.algorithms.attention_dropout import drawn_halves
 from mindformers_core.algorithms.distributed_operators import run_locally
@@ -90,6 +91,23 @@ def test_each_algorithm(algorithm, cut, found, dropout):
         eager(sample)
         sample.function = in_bfloat16(sample.function)
         eager(sample, rtol=2**-7, atol=2**-8)  # values are below 2, and each part's result is rounded
+
+
+_HYBRID, _ALONE = (8, 2, 512, ((), "a", "b", ())), (2, 8, 256, ((), ("a", "b"), (), ()))
+
+
+@pytest.mark.parametrize(("batch", "heads", "size", "dims"), daily([_HYBRID], [_HYBRID, _ALONE]))
+def test_two_axes_of_a_sequence(batch, heads, size, dims):
+    """By price, one goes on as a ring and one cuts heads in its place, or both are a ring; forward, all gradients.
+
+    Heads are exchanged where bytes weigh more than launches, and queries have few heads for each of the keys.
+    """
+    given = [numbers(batch, 64, each, size, low=-0.1, high=0.1) for each in (heads, 2, 2)]
+    cuts = [layout(None, ("a", "b"))] * 4
+    sample = Sample("", causal("auto"), (*given, np.arange(64, dtype=np.int32)[None]), cuts=(cuts,))
+    (plan,) = attentions(check_of(sample, MESH_OF_4))
+    assert (plan.algorithm, plan.inputs[0].dims) == ("attention_ring", Layout.on(MESH_OF_4, dims).dims)
+    eager(sample, MESH_OF_4)
 
 
 def dense(query, key, value, first, last, places, scale, of_output, of_sums, stays=1):
