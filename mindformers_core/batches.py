@@ -107,8 +107,8 @@ def area_order(areas, ranks):
 
 def places_of(order, length):
     """The places of the tokens of a row whose chunks lie in this order: int32 (length,)."""
-    size = chunk_length(order, length)
-    return np.arange(length, dtype=np.int32).reshape(-1, size)[list(order)].reshape(-1)
+    chunks = np.arange(length, dtype=np.int32).reshape(len(order), chunk_length(order, length))
+    return chunks[list(order)].reshape(-1)
 
 
 def chunk_length(order, length):
