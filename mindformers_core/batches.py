@@ -8,6 +8,8 @@ from heapq import heapify, heappop, heappush
 
 import numpy as np
 
+from mindformers_core.hints import near_multiples
+
 
 @dataclass(frozen=True)
 class BatchPlan:
@@ -105,4 +107,16 @@ def area_order(areas, ranks):
 
 def places_of(order, length):
     """The places of the tokens of a row whose chunks lie in this order: int32 (length,)."""
-    return np.arange(length, dtype=np.int32).reshape(len(order), -1)[list(order)].reshape(-1)
+    chunks = np.arange(length, dtype=np.int32).reshape(len(order), chunk_length(order, length))
+    return chunks[list(order)].reshape(-1)
+
+
+def chunk_length(order, length):
+    """Tokens of each of the chunks of a sequence; `ValueError` where they aren't equal."""
+    count = len(order)
+    if length % count:
+        raise ValueError(
+            f"a sequence of {length} tokens can't be cut into the {count} equal chunks of order {order}: choose a "
+            f"length that {count} divides, {near_multiples(length, count)}, or another order"
+        )
+    return length // count

@@ -33,6 +33,12 @@ def nearest(name, known, likeness=0.5):
     return f" (did you mean '{close[0]}'?)" if close else ""
 
 
+def near_multiples(size, count):
+    """`"8 or 12"`: what is nearest to a size among those that `count` divides."""
+    below = size - size % count
+    return f"{below} or {below + count}" if below else str(count)
+
+
 def first_of(entries, most=8):
     """`"0, 1, 2, …"`: the first entries of a list."""
     return ", ".join(map(str, entries[:most])) + ", …" * (len(entries) > most)

@@ -11,6 +11,7 @@ PyTorch's DTensor knows such cuts as `_StridedShard`.
 from dataclasses import dataclass
 from functools import lru_cache
 
+from mindformers_core.hints import near_multiples
 from mindformers_core.mesh import DeviceMesh, Immutable
 from mindformers_core.placement import (
     PARTIAL_OPS,
@@ -191,12 +192,10 @@ class Layout(Immutable):
             count = self.mesh.axis_size(*axes)
             parts = count if entry == axes else parts_of(self.mesh, entry)
             if size % parts:
-                below = size - size % parts
-                near = f"{below} or {below + parts}" if below else str(parts)
                 raise ValueError(
                     f"{name} of shape {tuple(global_shape)}: dim {dim} has size {size}, which axes {', '.join(axes)} "
-                    f"of {self.mesh} would cut into {parts} parts: choose a size that {parts} divides, {near}, or "
-                    f"{cure}"
+                    f"of {self.mesh} would cut into {parts} parts: choose a size that {parts} divides, "
+                    f"{near_multiples(size, parts)}, or {cure}"
                 )
             local.append(size // count)
         return tuple(local)

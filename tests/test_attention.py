@@ -8,6 +8,8 @@ from mindspore.utils import MsDispatchMode
 from support.verified_calls import numbers
 
 from mindformers_core.batches import places_of
+from mindformers_core.models.positions import static_ranges
+from mindformers_core.operators.rules.attention import ranged_attention
 from mindformers_core.program.structure import tree_leaves
 from mindformers_core.tensor_parallel.attention import attention
 
@@ -57,6 +59,14 @@ def test_sinks():
     squares = (output**2).sum(3).transpose(0, 2, 1)
     slopes = ((1 - share) * (1 - 2 * share**2 * squares)).sum((0, 2))
     np.testing.assert_allclose(ms.grad(loss)(Tensor(sinks)).asnumpy(), slopes, 1e-4, 1e-4)
+
+
+@pytest.mark.parametrize("call", [attention, ranged_attention, lambda *args: static_ranges(8, args[7])])
+def test_chunks_that_do_not_divide_a_sequence(call):
+    given = QUERY, KEY, VALUE, PLACES * 0, PLACES + 1, PLACES
+    message = r"a sequence of 8 tokens can't be cut into the 6 equal .* a length that 6 divides, 6 or 12, or another"
+    with pytest.raises(ValueError, match=message):
+        call(*map(Tensor, given), 0.5, (0, 5, 1, 4, 2, 3))
 
 
 class Largest(MsDispatchMode):

@@ -25,7 +25,7 @@ def test_heads_that_the_axis_does_not_divide(groups):
     sample = Sample("", causal("all_to_all"), (*of_heads(3, groups), PLACES), cuts=(cuts,))
     message = (
         rf"axis 'a' of size 2: attention by all_to_all .* divides neither the {groups} of key \(4, 4, {groups}, 4\) "
-        rf"nor the {3 // groups} of query \(4, 4, 3, 4\) for each of these: use gather, ring or auto, or copies"
+        rf"nor, where a rank has one of these, the {3 // groups} of query \(4, 4, 3, 4\) for it: use gather, ring or"
     )
     for run in (check_of, eager):
         with pytest.raises(ValueError, match=message):

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from mindformers_core.verification.sizes import divisors_of, least_sizes
+from mindformers_core.verification.sizes import divisors_of, least_sizes, parts_of_products
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -21,6 +21,14 @@ def test_least_sizes(seed):
     for size, (many, few) in parts.items():
         assert small[size] % few == 0 and (small[size] > few or size == many) and small[size] <= size
         assert small[size] == size or all(small[size] % d for many, d in divisors if size % many and few % d)
+
+
+def test_parts_of_a_product_are_parts_of_its_factors():
+    """Of 8 heads of 128 that tensor parallel cuts into 8, and ZeRO what remains into 8: on half of the ranks, too."""
+    parts = {8: (8, 4), 1024: (64, 32)}
+    found = parts_of_products({8, 32, 128}, parts)
+    assert found == parts | {32: (1, 1), 128: (8, 8)}
+    assert least_sizes({8, 128}, found, divisors_of([(8, 8), (8, 4)]), 0, lambda found: True) == {8: 4, 128: 16}
 
 
 def test_a_part_of_one_element_stays_one():

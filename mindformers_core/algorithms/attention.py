@@ -14,6 +14,7 @@ from mindformers_core.algorithms.attention_dropout import drawn_halves, kept
 from mindformers_core.algorithms.attention_rows import HIDDEN, block_rows, is_known, token_rows
 from mindformers_core.algorithms.compiled import in_graph
 from mindformers_core.algorithms.fused_attention import attend_fused, attend_fused_gradient, fits_kernel
+from mindformers_core.batches import chunk_length
 from mindformers_core.operators.visible_blocks import is_band, place_runs, visible_band, visible_blocks
 
 LOWEST = -3.4028234663852886e38  # of float32: the logarithm of a sum of nothing
@@ -268,5 +269,5 @@ def _blocks(query, key, order, reach, is_exact, kernel):
     rows = max(128, min(length // 8, _SCORES // (batch * heads * key_length)))
     if order is None:
         order, reach, is_exact = (0,), (None, None), False
-    queries, keys = (place_runs(order, each // len(order)) for each in (length, key_length))
+    queries, keys = (place_runs(order, chunk_length(order, each)) for each in (length, key_length))
     return visible_blocks(queries, keys, reach, is_exact, rows)

@@ -27,7 +27,7 @@ from mindformers_core.recipe.sections import batch_plan, micro_batch_size, micro
 from mindformers_core.sharding.plan_passes import planned_call
 from mindformers_core.sharding.sharded_cells import tree_of
 from mindformers_core.trainer.cells import build_cells
-from mindformers_core.verification.sizes import divisors_of, least_sizes, parts_of_sizes
+from mindformers_core.verification.sizes import divisors_of, least_sizes, parts_of_products, parts_of_sizes
 from mindformers_core.zero.buckets import parse_comm_fusion
 
 # What at least remains of each size, tried in this order; where something does, also all divisors of it that are
@@ -143,7 +143,8 @@ def _planned_stages(recipe):
 def _meshes(given, stages):
     """Numbers of ranks to try, as `NARROWED`, ascending, each with the stages that remain: all kinds of them."""
     found, chunks = {given: stages}, len(stages) // given[-1]
-    for data, *others in product(_DATA, _TENSOR, _TENSOR, _STAGES) if prod(given) > _FEW else ():
+    tensor = (2, *_TENSOR) if given[2] >= _TENSOR[0] else _TENSOR  # where a sequence has four ranks, two are enough
+    for data, *others in product(_DATA, _TENSOR, tensor, _STAGES) if prod(given) > _FEW else ():
         mesh = tuple(map(min, given, (data, data, *others)))
         kept = [*stages[: mesh[-1] * chunks - 1], stages[-1]]
         if {each.decided for each in kept} == {each.decided for each in stages}:
@@ -286,6 +287,7 @@ def _with_sizes(recipe, tensors, ranks, share):
     sizes = {section.seq_length, *(leaf for leaf in tree_leaves(own, int) if type(leaf) is int)}
     if section.factory:  # a user's data have sizes of their own
         sizes -= {size for each in sample_arrays(recipe) for size in each.shape[1:]} - {section.seq_length}
+    parts = parts_of_products(sizes, parts)
     for size in sizes if share else ():
         counts = zip(parts.get(size, (1, 1)), *(pair for pair in divisors if size % pair[0] == 0))
         parts[size] = tuple(lcm(*count) for count in counts)

@@ -2,7 +2,7 @@
 
 import math
 
-from mindformers_core.hints import nearest
+from mindformers_core.hints import near_multiples, nearest
 from mindformers_core.models.spec import routed_layers
 from mindformers_core.recipe.learning_rate import LrScheduler
 from mindformers_core.recipe.pipeline import check_pipeline
@@ -137,13 +137,13 @@ def _check_sequence_divides(recipe):
     cuts, parts = {key: size for key, size in cuts.items() if size > 1}, math.prod(cuts.values())
     chunks = math.lcm(parts, len(sizes.order or (0,)))
     if length % chunks:
-        why, below = ", as sequence_parallel needs" if sizes.sequence_parallel else "", length // chunks * chunks
+        why = ", as sequence_parallel needs" if sizes.sequence_parallel else ""
         if length % parts == 0:
             why = f", each of chunks of context_parallel_balance {sizes.context_parallel_balance}"
         raise ValueError(
             f"train_dataset.seq_length: {length} can't be cut into parallelism."
             f"{' x '.join(f'{key} {size}' for key, size in cuts.items())} parts{why}: try "
-            f"{f'{below} or ' if below else ''}{below + chunks}"
+            f"{near_multiples(length, chunks)}"
             f"{', or context_parallel_balance=contiguous' if length % parts == 0 else ''}"
         )
     balance, chunk = sizes.context_parallel_balance, length // len(sizes.order or range(length))

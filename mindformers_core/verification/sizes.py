@@ -30,6 +30,21 @@ def parts_of_sizes(tensors, fewer):
     return found
 
 
+def parts_of_products(sizes, parts):
+    """`parts` where those of a product of two sizes, such as heads and their size, are parts of these.
+
+    The one that is cut less has what the other one leaves.
+    """
+    found = dict(parts)
+    for pair in combinations(sorted(sizes), 2):
+        cut, other = sorted(pair, key=lambda size: (-parts.get(size, (1, 1))[0], size))
+        whole, own = parts.get(cut * other, (1, 1)), parts.get(cut, (1, 1))
+        left = [count // gcd(count, done) for count, done in zip(whole, own)]
+        if other % left[0] == 0:
+            found[other] = tuple(map(lcm, found.get(other, (1, 1)), left))
+    return found
+
+
 def least_sizes(sizes, parts, divisors, share, fits):
     """The least size for each of the sizes of a model.
 

@@ -7,6 +7,7 @@ operator are told apart by their places, its primitive's attributes behind its t
 from dataclasses import replace
 from functools import partial
 
+from mindformers_core.batches import chunk_length
 from mindformers_core.hints import nearest
 from mindformers_core.operators.registry import NO_GRADIENT, register_operator
 from mindformers_core.operators.rules.dims import equation
@@ -202,12 +203,15 @@ def ranged_attention(
     ways, whole = _WAYS[algorithm]
     sizes = {"g": groups, "r": heads // groups}
     plain = equation(f"{inputs} -> b s g*r v, b g*r s", *tensors, sizes=sizes, whole=("d", "v", *whole), reduced={})
-    part = 1.0 if order is None else visible_part(query.shape[1], reach)
+    part = 1.0
+    if order is not None:
+        chunk_length(order, query.shape[1])
+        part = visible_part(query.shape[1], reach)
     if algorithm == "all_to_all":
         text = (
             "attention by all_to_all exchanges the sequence for heads, but the axis divides neither the "
-            f"{groups} of key {key.shape} nor the {heads // groups} of query {query.shape} for each of these: use "
-            "gather, ring or auto, or copies of the heads of key and value"
+            f"{groups} of key {key.shape} nor, where a rank has one of these, the {heads // groups} of query "
+            f"{query.shape} for it: use gather, ring or auto, or copies of the heads of key and value"
         )
         ways = ways | {"undivided": dict.fromkeys(("s", "t"), text)}
     return replace(plain, yielding=tuple(range(1, len(tensors))), part=part, **ways)
