@@ -45,7 +45,7 @@ _FEW = 16  # ranks that all remain
 _SEVERAL = 2  # samples of a micro-batch, of which there were at least as many
 _LAYERS = 4  # of few ranks, so that parameters are more than 32
 _FIRST = "first_k_dense_replace"  # a model's number of first layers that are of another kind
-_RUNS = 3  # in a step: the first, the last, and one between
+_RUNS = 3  # in a step: the first, the last, and one between, unless each has several micro-batches, in a pipeline
 
 
 def planned(recipe, choices=None, forgets=False, taken=lambda stage, *found: found):
@@ -171,7 +171,8 @@ def shrunk_recipe(recipe):
     sizes, stages = recipe.parallelism, _planned_stages(recipe)
     given, tensors = tuple(vars(sizes)[name] for name in NARROWED), {pair for each in stages for pair in each.tensors}
     plan = batch_plan(recipe, recipe_mesh(recipe).axis_size("dp"))
-    training = replace(recipe.training, global_batch_size=None, gradient_accumulation_steps=min(plan.runs, _RUNS))
+    runs = min(plan.runs, _RUNS - (sizes.pipeline_parallel > 1))
+    training = replace(recipe.training, global_batch_size=None, gradient_accumulation_steps=runs)
     for (mesh, kept), share in product(_meshes(given, stages), _SHARES):
         small = replace(recipe, training=training, parallelism=replace(sizes, **dict(zip(NARROWED, mesh))))
         try:
