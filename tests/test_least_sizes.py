@@ -31,6 +31,11 @@ def test_parts_of_a_product_are_parts_of_its_factors():
     assert least_sizes({8, 128}, found, divisors_of([(8, 8), (8, 4)]), 0, lambda found: True) == {8: 4, 128: 16}
 
 
+def test_halves_keep_several_elements():
+    """Also where four, as a number of ranks that doesn't divide the size, mustn't divide the small one."""
+    assert least_sizes({64}, {}, divisors_of([(64, 2), (2, 2)]), 0, lambda found: True) == {64: 6}
+
+
 def test_a_part_of_one_element_stays_one():
     sizes, divisors = {8, 64, 8192}, divisors_of([(1, 1), (16, 2), (8, 4)])
     small = least_sizes(sizes, {8: (8, 4), 64: (8, 4), 8192: (128, 8)}, divisors, 0, lambda found: True)

@@ -10,7 +10,11 @@ from mindformers_core.communication import shutdown
 from mindformers_core.recipe.loader import recipe_from_dict
 
 SHARDS = {"data_parallel_shard": 16, "zero_level": 3}
-
+ROUTED = {
+    "name": "deepseek_v3", "q_lora_rank": None, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16,
+    "v_head_dim": 32, "first_k_dense_replace": 3, "n_routed_experts": 64, "num_experts_per_tok": 8, "n_group": 8,
+    "topk_group": 4, "moe_intermediate_size": 48,
+}  # fmt: skip
 
 CASES = [
     (SHARDS, {"vocab_size": 528}, (1, 2, 1, 2, 1), 2, {"vocab_size": 258}),  # 16 x 2 don't divide 528, nor 2 x 2 258
@@ -19,10 +23,14 @@ CASES = [
     ({"pipeline_parallel": 6, "data_parallel_replicate": 4}, {}, (2, 2, 1, 2, 3), 6, {}),
     ({"pipeline_parallel": 4}, {}, (1, 2, 1, 2, 4), 8, {}),  # 16 ranks are few
     ({"context_parallel": 8, "zero_level": 3}, {"num_key_value_heads": 4}, (1, 2, 4, 2, 1), 2, {}),
-]
+    (  # dense layers in front of those with experts, of which the router's groups have several each
+        {"pipeline_parallel": 3, "data_parallel_shard": 16, "expert_parallel": ["dp"]}, ROUTED, (1, 2, 1, 2, 3), 6,
+        {"first_k_dense_replace": 1, "n_group": 8},
+    ),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("parallelism", "model", "mesh", "layers", "sizes"), daily(CASES[::2], CASES))
+@pytest.mark.parametrize(("parallelism", "model", "mesh", "layers", "sizes"), daily(CASES[:5:2], CASES))
 def test_fewer_ranks_with_the_same_plan(parallelism, model, mesh, layers, sizes):
     shutdown()
     own = {"hidden_size": 128, "intermediate_size": 352, "num_attention_heads": 8, "vocab_size": 512}

@@ -54,3 +54,17 @@ def test_values_and_gradients(what, jit, on_cpu):
     np.testing.assert_allclose(value.asnumpy(), expected.asnumpy(), rtol=1e-5, atol=1e-5)
     for mine, theirs in zip(gradients, wanted, strict=True):
         np.testing.assert_allclose(mine.asnumpy(), theirs.asnumpy(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_float64_is_computed_in_float64(on_cpu):
+    """As `verify` asks, whose tolerance is below the rounding of float32."""
+    x, weight, eps = RNG.normal(size=(2, 3, 4, 8)), RNG.normal(size=8), 2**-10  # a number of float32
+    norm, rotary = (_NormOfProducts(eps), _RotaryOfProducts()) if on_cpu else (_Norm(eps), _Rotary())
+    normed = x / np.sqrt(np.square(x).mean(-1, keepdims=True) + eps)
+    found = ms.grad(lambda given: ops.sum(norm(Tensor(x), given)))(Tensor(weight))
+    np.testing.assert_allclose(norm(Tensor(x), Tensor(weight)).asnumpy(), normed * weight, 1e-12)
+    np.testing.assert_allclose(found.asnumpy(), normed.sum((0, 1, 2)), 1e-12)
+    wide = [ops.cast(each, ms.float64) for each in tables(False)]
+    by_hand = rotated_by_hand(Tensor(x), *wide).asnumpy()
+    np.testing.assert_allclose(rotary(Tensor(x), *wide).asnumpy(), by_hand, 1e-12)

@@ -14,6 +14,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
 
+from mindformers_core.algorithms.attention import score_dtype
 from mindformers_core.algorithms.compiled import in_graph
 from mindformers_core.mindspore_private import outside_of_meta
 
@@ -22,7 +23,7 @@ _cast = ops.Cast()
 
 
 def rms_norm(x, weight, eps):
-    """`x / sqrt(mean(x²) + eps) * weight` over the last dim, computed in float32, in the dtype of x."""
+    """`x / sqrt(mean(x²) + eps) * weight` over the last dim, computed in `score_dtype`, in the dtype of x."""
     if in_graph():
         return ops.reshape(_norm(eps, (1,))(x, weight), x.shape)
     return _norm(eps)(x, weight)
@@ -50,19 +51,19 @@ class _Norm(nn.Cell):
 
     def construct(self, x, weight):
         factors, shape = self.outer(self.inverse(_rows(x)), _row(weight)), self.front + x.shape
-        return _cast(ops.reshape(_cast(x, ms.float32), shape) * ops.reshape(factors, shape), x.dtype)
+        return _cast(ops.reshape(_cast(x, score_dtype(x)), shape) * ops.reshape(factors, shape), x.dtype)
 
     def bprop(self, x, weight, out, dout):
         rows, slopes, row = _rows(x), _rows(dout), _row(weight)
         inverse, products = self.inverse(rows), slopes * rows
         shift = self.of_each_row(products, row) * inverse * inverse * inverse * (1 / row.shape[1])
-        of_rows = slopes * self.outer(inverse, row) - rows * self.outer(shift, _ones(row.shape[1]))
+        of_rows = slopes * self.outer(inverse, row) - rows * self.outer(shift, _ones_of(rows))
         of_weight = ops.reshape(self.of_columns(inverse, products), weight.shape)
         return ops.reshape(_cast(of_rows, x.dtype), x.shape), _cast(of_weight, weight.dtype)
 
     def inverse(self, rows):
         """1 / the root mean square of each row, (rows, 1)."""
-        return ops.rsqrt(self.of_each_row(rows * rows, _ones(rows.shape[1])) * (1 / rows.shape[1]) + self.eps)
+        return ops.rsqrt(self.of_each_row(rows * rows, _ones_of(rows)) * (1 / rows.shape[1]) + self.eps)
 
     def outer(self, column, row):
         """The products of a column (n, 1) and a row (1, size)."""
@@ -128,10 +129,10 @@ class _RotaryOfProducts(_Rotary):
         return ops.gather(_rows(table), _index(shape, table.shape), 0)
 
     def turned(self, rows):
-        return _product(rows, _turn(rows.shape[1]))
+        return _product(rows, _cast(_turn(rows.shape[1]), rows.dtype))
 
     def turned_back(self, rows):
-        return _by_rows(rows, _turn(rows.shape[1]))
+        return _by_rows(rows, _cast(_turn(rows.shape[1]), rows.dtype))
 
 
 @lru_cache(maxsize=32)
@@ -150,11 +151,15 @@ def _on_cpu():
 
 
 def _rows(x):
-    return ops.reshape(_cast(x, ms.float32), (-1, x.shape[-1]))
+    return ops.reshape(_cast(x, score_dtype(x)), (-1, x.shape[-1]))
 
 
 def _row(weight):
-    return ops.reshape(_cast(weight, ms.float32), (1, -1))
+    return ops.reshape(_cast(weight, score_dtype(weight)), (1, -1))
+
+
+def _ones_of(rows):
+    return _cast(_ones(rows.shape[1]), rows.dtype)
 
 
 @lru_cache(maxsize=32)

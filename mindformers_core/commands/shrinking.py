@@ -16,12 +16,13 @@ from typing import NamedTuple
 
 from mindformers_core.communication.world import rank_of
 from mindformers_core.data.reading import micro_batch, sample_arrays
+from mindformers_core.models.experts import RouterConfig
 from mindformers_core.padding import stored_shape
 from mindformers_core.program.plan import OperatorPlan, Redistribution
 from mindformers_core.program.structure import tree_leaves, tree_map
 from mindformers_core.propagation.resized import resized
 from mindformers_core.ranges import check_range
-from mindformers_core.recipe.checks import check_recipe
+from mindformers_core.recipe.checks import check_recipe, layer_specs
 from mindformers_core.recipe.pipeline import check_pipeline, layers_of_stages
 from mindformers_core.recipe.sections import batch_plan, micro_batch_size, micro_batches_of_a_run, recipe_mesh
 from mindformers_core.sharding.plan_passes import planned_call
@@ -43,7 +44,8 @@ _DATA, _TENSOR, _STAGES = (2, 3, 2**30), (4, 2**30), (3, 4, 2**30)
 _FEW = 16  # ranks that all remain
 _SEVERAL = 2  # samples of a micro-batch, of which there were at least as many
 _LAYERS = 4  # of few ranks, so that parameters are more than 32
-_RUNS = 3  # in a step: the first, the last, and one between
+_FIRST = "first_k_dense_replace"  # a model's number of first layers that are of another kind
+_RUNS = 3  # in a step: the first, the last, and one between, unless each has several micro-batches, in a pipeline
 
 
 def planned(recipe, choices=None, forgets=False, taken=lambda stage, *found: found):
@@ -170,7 +172,8 @@ def shrunk_recipe(recipe):
     sizes, stages = recipe.parallelism, _planned_stages(recipe)
     given, tensors = tuple(vars(sizes)[name] for name in NARROWED), {pair for each in stages for pair in each.tensors}
     plan = batch_plan(recipe, recipe_mesh(recipe).axis_size("dp"))
-    training = replace(recipe.training, global_batch_size=None, gradient_accumulation_steps=min(plan.runs, _RUNS))
+    runs = min(plan.runs, _RUNS - (sizes.pipeline_parallel > 1))
+    training = replace(recipe.training, global_batch_size=None, gradient_accumulation_steps=runs)
     for (mesh, kept), share in product(_meshes(given, stages), _SHARES):
         small = replace(recipe, training=training, parallelism=replace(sizes, **dict(zip(NARROWED, mesh))))
         try:
@@ -231,6 +234,8 @@ def _with_layers(recipe, stages):
     for name, value in vars(model).items():
         if isinstance(value, (tuple, list)) and len(value) == count:  # an entry for every layer
             changes[name] = type(value)(value[number] for number in layers)
+    if (first := getattr(model, _FIRST, None)) is not None:
+        changes[_FIRST] = sum(number < first for number in layers)
     if sizes.pipeline_parallel > 1:
         counted = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
         changes |= {name: False for name in counted if hasattr(model, name)}
@@ -262,8 +267,9 @@ def _with_empty_row(recipe):
 
 
 def _own_sizes(recipe):
-    """Name -> value of the settings of a model, without its number of layers."""
-    names = [each.name for each in fields(recipe.model) if each.init and each.name != "num_hidden_layers"]
+    """Name -> value of the settings of a model, without its numbers of layers."""
+    counts = "num_hidden_layers", _FIRST
+    names = [each.name for each in fields(recipe.model) if each.init and each.name not in counts]
     return {name: getattr(recipe.model, name) for name in names}
 
 
@@ -302,6 +308,8 @@ def _with_sizes(recipe, tensors, ranks, share):
             for entry in fields(candidate.model):
                 check_range(getattr(candidate.model, entry.name), entry.metadata, entry.name)
             check_recipe(candidate)
+            for spec in layer_specs(candidate.model):
+                RouterConfig(**spec.router or {})
             return True
         return False
 

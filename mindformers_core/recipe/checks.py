@@ -98,7 +98,7 @@ def _check_experts(recipe):
         return
     of_axis = dict(zip(MESH_AXES, mesh_shape(recipe)))
     parts = math.prod(of_axis[axis] for axis in axes)
-    for count in {spec.router["num_experts"] for spec in _layer_specs(model) if spec.router}:
+    for count in {spec.router["num_experts"] for spec in layer_specs(model) if spec.router}:
         if count % parts:
             raise ValueError(
                 f"parallelism.expert_parallel: {axes} has {parts} ranks, which don't divide {count} experts, and an "
@@ -106,7 +106,7 @@ def _check_experts(recipe):
             )
 
 
-def _layer_specs(model):
+def layer_specs(model):
     """The `LayerSpec`s of all layers, of a model that has any."""
     return map(model.layer_spec, range(1, model.num_hidden_layers + 1)) if hasattr(model, "layer_spec") else ()
 
@@ -147,7 +147,7 @@ def _check_sequence_divides(recipe):
             f"{', or context_parallel_balance=contiguous' if length % parts == 0 else ''}"
         )
     balance, chunk = sizes.context_parallel_balance, length // len(sizes.order or range(length))
-    for group in {spec.capacity[1] for spec in _layer_specs(recipe.model) if spec.capacity and sizes.order != (0,)}:
+    for group in {spec.capacity[1] for spec in layer_specs(recipe.model) if spec.capacity and sizes.order != (0,)}:
         if chunk % group:
             raise ValueError(
                 f"model.expert_capacity: groups of {group} tokens aren't consecutive where context_parallel_balance "

@@ -70,7 +70,8 @@ def least_sizes(sizes, parts, divisors, share, fits):
         strange = [few for many, few in divisors if size % many and count % few]
         units = (lcm(count, gcd(size, part)) for part in (_SMALL, 2, 1))  # halves of an uncut dim have several elements
         unit = next(unit for unit in units if all(unit % divisor for divisor in strange))
-        lowest = max(unit, count * min(size // many, 2), ceil(size * share))
+        several = gcd(size, _SMALL)  # of those halves, too, where the unit is less
+        lowest = max(unit, several, count * min(size // many, 2), ceil(size * share))
         products = [one for one in products if one <= _LARGER * lowest]  # others are products by chance
         for one in chain(products, _candidates(unit, lowest, size)):
             wrong = one % unit or one >= size or one in done.values() or any(one % divisor == 0 for divisor in strange)
