@@ -37,10 +37,10 @@ def test_values_and_gradients(what, jit, on_cpu):
     x, slopes = random_tensor(2, 3, 4, 8), random_tensor(2, 3, 4, 8)
     if what == "norm":
         norm = _NormOfProducts if on_cpu else _Norm
-        cell, by_hand, others, places = norm(1e-3), norm_by_hand, [random_tensor(8)], (0, 1)
+        cell, by_hand, others, places = norm(ms.float32, 1e-3), norm_by_hand, [random_tensor(8)], (0, 1)
     else:
         rotary = _RotaryOfProducts if on_cpu else _Rotary
-        cell, by_hand, others, places = rotary(), rotated_by_hand, tables("rows" in what), (0,)
+        cell, by_hand, others, places = rotary(ms.float32), rotated_by_hand, tables("rows" in what), (0,)
 
     def both(function):
         def run(*args):
@@ -60,7 +60,8 @@ def test_values_and_gradients(what, jit, on_cpu):
 def test_float64_is_computed_in_float64(on_cpu):
     """As `verify` asks, whose tolerance is below the rounding of float32."""
     x, weight, eps = RNG.normal(size=(2, 3, 4, 8)), RNG.normal(size=8), 2**-10  # a number of float32
-    norm, rotary = (_NormOfProducts(eps), _RotaryOfProducts()) if on_cpu else (_Norm(eps), _Rotary())
+    kinds = (_NormOfProducts, _RotaryOfProducts) if on_cpu else (_Norm, _Rotary)
+    norm, rotary = kinds[0](ms.float64, eps), kinds[1](ms.float64)
     normed = x / np.sqrt(np.square(x).mean(-1, keepdims=True) + eps)
     found = ms.grad(lambda given: ops.sum(norm(Tensor(x), given)))(Tensor(weight))
     np.testing.assert_allclose(norm(Tensor(x), Tensor(weight)).asnumpy(), normed * weight, 1e-12)

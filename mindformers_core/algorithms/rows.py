@@ -14,7 +14,6 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
 
-from mindformers_core.algorithms.attention import score_dtype
 from mindformers_core.algorithms.compiled import in_graph
 from mindformers_core.mindspore_private import outside_of_meta
 
@@ -23,10 +22,10 @@ _cast = ops.Cast()
 
 
 def rms_norm(x, weight, eps):
-    """`x / sqrt(mean(x²) + eps) * weight` over the last dim, computed in `score_dtype`, in the dtype of x."""
+    """`x / sqrt(mean(x²) + eps) * weight` over the last dim, in the dtype of x; computed in float32 or float64."""
     if in_graph():
-        return ops.reshape(_norm(eps, (1,))(x, weight), x.shape)
-    return _norm(eps)(x, weight)
+        return ops.reshape(_norm(x.dtype, eps, (1,))(x, weight), x.shape)
+    return _norm(x.dtype, eps)(x, weight)
 
 
 def rotate(x, cosines, sines):
@@ -37,33 +36,52 @@ def rotate(x, cosines, sines):
         cosines, sines: float32 (length, 1, size), or with a batch in front; constants, without a gradient.
     """
     if in_graph():
-        return ops.reshape(_rotary((1,))(x, cosines, sines), x.shape)
-    return _rotary()(x, cosines, sines)
+        return ops.reshape(_rotary(x.dtype, (1,))(x, cosines, sines), x.shape)
+    return _rotary(x.dtype)(x, cosines, sines)
 
 
-class _Norm(nn.Cell):
-    """RMS norm element by element. `front`: 1s, the shape of what is in front of a result's dims."""
+class _OfRows(nn.Cell):
+    """A Cell that computes rows. (A branch that both of its passes reach can't be compiled.)
 
-    def __init__(self, eps, front=()):
+    Args:
+        dtype: in which it computes.
+        front: 1s, the shape of what is in front of a result's dims.
+    """
+
+    def __init__(self, dtype, front=()):
         super().__init__(auto_prefix=False)
-        self.eps, self.front = eps, front
+        self.dtype, self.front = dtype, front
+
+    def rows(self, x):
+        """All but the last dim of a tensor as one."""
+        return ops.reshape(_cast(x, self.dtype), (-1, x.shape[-1]))
+
+
+class _Norm(_OfRows):
+    """RMS norm element by element."""
+
+    def __init__(self, dtype, eps, front=()):
+        super().__init__(dtype, front)
+        self.eps = eps
         self.used_bprop_inputs = (0, 1, 3)
 
     def construct(self, x, weight):
-        factors, shape = self.outer(self.inverse(_rows(x)), _row(weight)), self.front + x.shape
-        return _cast(ops.reshape(_cast(x, score_dtype(x)), shape) * ops.reshape(factors, shape), x.dtype)
+        factors, shape = self.outer(self.inverse(self.rows(x)), self.rows(weight)), self.front + x.shape
+        return _cast(ops.reshape(_cast(x, self.dtype), shape) * ops.reshape(factors, shape), x.dtype)
 
     def bprop(self, x, weight, out, dout):
-        rows, slopes, row = _rows(x), _rows(dout), _row(weight)
+        rows, slopes, row = self.rows(x), self.rows(dout), self.rows(weight)
         inverse, products = self.inverse(rows), slopes * rows
         shift = self.of_each_row(products, row) * inverse * inverse * inverse * (1 / row.shape[1])
-        of_rows = slopes * self.outer(inverse, row) - rows * self.outer(shift, _ones_of(rows))
+        of_rows = slopes * self.outer(inverse, row) - rows * self.outer(shift, _ones(rows.shape[1], self.dtype))
         of_weight = ops.reshape(self.of_columns(inverse, products), weight.shape)
         return ops.reshape(_cast(of_rows, x.dtype), x.shape), _cast(of_weight, weight.dtype)
 
     def inverse(self, rows):
         """1 / the root mean square of each row, (rows, 1)."""
-        return ops.rsqrt(self.of_each_row(rows * rows, _ones_of(rows)) * (1 / rows.shape[1]) + self.eps)
+        return ops.rsqrt(
+            self.of_each_row(rows * rows, _ones(rows.shape[1], self.dtype)) * (1 / rows.shape[1]) + self.eps
+        )
 
     def outer(self, column, row):
         """The products of a column (n, 1) and a row (1, size)."""
@@ -79,7 +97,7 @@ class _Norm(nn.Cell):
 
 
 class _NormOfProducts(_Norm):
-    """The same by products of matrices. (A branch that both passes reach can't be compiled.)"""
+    """The same by products of matrices."""
 
     def outer(self, column, row):
         return _product(column, row)
@@ -91,21 +109,20 @@ class _NormOfProducts(_Norm):
         return _of_columns(column, rows)
 
 
-class _Rotary(nn.Cell):
-    """Rotary embedding element by element; `front` as of `_Norm`."""
+class _Rotary(_OfRows):
+    """Rotary embedding element by element."""
 
-    def __init__(self, front=()):
-        super().__init__(auto_prefix=False)
-        self.front = front
+    def __init__(self, dtype, front=()):
+        super().__init__(dtype, front)
         self.used_bprop_inputs = (1, 2, 4)
 
     def construct(self, x, cosines, sines):
-        rows, shape = _rows(x), self.front + x.shape
+        rows, shape = self.rows(x), self.front + x.shape
         straight, turned = rows * self.of_rows(cosines, x.shape), self.turned(rows) * self.of_rows(sines, x.shape)
         return _cast(ops.reshape(straight, shape) + ops.reshape(turned, shape), x.dtype)
 
     def bprop(self, x, cosines, sines, out, dout):
-        rows, shape = _rows(dout), dout.shape[-4:]
+        rows, shape = self.rows(dout), dout.shape[-4:]
         of_rows = rows * self.of_rows(cosines, shape) + self.turned_back(rows * self.of_rows(sines, shape))
         return ops.reshape(_cast(of_rows, dout.dtype), shape), ops.zeros_like(cosines), ops.zeros_like(sines)
 
@@ -126,23 +143,27 @@ class _RotaryOfProducts(_Rotary):
     """The same by gathers of rows and products of matrices."""
 
     def of_rows(self, table, shape):
-        return ops.gather(_rows(table), _index(shape, table.shape), 0)
+        return ops.gather(self.rows(table), _index(shape, table.shape), 0)
 
     def turned(self, rows):
-        return _product(rows, _cast(_turn(rows.shape[1]), rows.dtype))
+        return _product(rows, _turn(rows.shape[1], self.dtype))
 
     def turned_back(self, rows):
-        return _by_rows(rows, _cast(_turn(rows.shape[1]), rows.dtype))
+        return _by_rows(rows, _turn(rows.shape[1], self.dtype))
 
 
 @lru_cache(maxsize=32)
-def _norm(eps, front=()):
-    return (_NormOfProducts if _on_cpu() else _Norm)(eps, front)
+def _norm(dtype, eps, front=()):
+    return (_NormOfProducts if _on_cpu() else _Norm)(_wide(dtype), eps, front)
 
 
-@lru_cache(maxsize=2)
-def _rotary(front=()):
-    return (_RotaryOfProducts if _on_cpu() else _Rotary)(front)
+@lru_cache(maxsize=8)
+def _rotary(dtype, front=()):
+    return (_RotaryOfProducts if _on_cpu() else _Rotary)(_wide(dtype), front)
+
+
+def _wide(dtype):
+    return ms.float64 if dtype == ms.float64 else ms.float32
 
 
 def _on_cpu():
@@ -150,22 +171,10 @@ def _on_cpu():
         return ms.get_context("device_target") == "CPU"
 
 
-def _rows(x):
-    return ops.reshape(_cast(x, score_dtype(x)), (-1, x.shape[-1]))
-
-
-def _row(weight):
-    return ops.reshape(_cast(weight, score_dtype(weight)), (1, -1))
-
-
-def _ones_of(rows):
-    return _cast(_ones(rows.shape[1]), rows.dtype)
-
-
 @lru_cache(maxsize=32)
-def _ones(size):
+def _ones(size, dtype):
     with outside_of_meta():
-        return Tensor(np.ones((1, size), np.float32))
+        return Tensor(np.ones((1, size)), dtype)
 
 
 @lru_cache(maxsize=32)
@@ -178,8 +187,8 @@ def _index(shape, table):
 
 
 @lru_cache(maxsize=32)
-def _turn(size):
+def _turn(size, dtype):
     """What (a, b) is multiplied by to be (-b, a)."""
-    half = np.eye(size // 2, dtype=np.float32)
+    half = np.eye(size // 2)
     with outside_of_meta():
-        return Tensor(np.block([[half * 0, half], [-half, half * 0]]))
+        return Tensor(np.block([[half * 0, half], [-half, half * 0]]), dtype)
