@@ -75,7 +75,8 @@ def gradient_of_parts(args, results, gradients, context):
     of_x, of_scale, of_bias = _known_gradient(gradient, x, scale, mean, variance, epsilon)
     deviation, count = ops.rsqrt(variance + epsilon), _count(context.shapes[0])
     factor = scale * deviation / count
-    along, center = factor * deviation * context.combined(of_scale), factor * context.combined(of_bias)
+    sums = context.combined(ops.stack((of_scale, of_bias)))
+    along, center = factor * deviation * sums[0], factor * sums[1]
     return of_x - channel_factors(x, along, center, mean), of_scale, of_bias
 
 
