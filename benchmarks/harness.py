@@ -15,6 +15,7 @@ import re
 import statistics
 import sys
 import tempfile
+import textwrap
 import time
 import traceback
 from contextlib import suppress
@@ -113,7 +114,8 @@ def run_benchmark(script, world_size, make_variants, title, remarks=None, timeou
         f"limit {MEMORY_LIMIT / GB:g} GB, {'kept' if kept else 'EXCEEDED'}"
     )
     all_kept = all_kept and kept
-    text = "\n".join(["; ".join([title, ranks, *_machine()]), "", *_table(outcome), "", *more])
+    heading = textwrap.wrap("; ".join([title, ranks, *_machine()]), 120)
+    text = "\n".join([*heading, "", *_table(outcome), "", *more])
     print(text)
     if options.json is not None:
         _write(options.json, json.dumps(_records(outcome), indent=1) + "\n")
