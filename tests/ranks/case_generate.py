@@ -27,16 +27,16 @@ COUNT, LAYERS = 12, "model.num_hidden_layers=2"
 
 
 @on_ranks(4)
-def case_generated_on_other_meshes_than_trained(mode_of_stages=1):
-    """Greedy tokens, compiled where no stage follows, and drawn ones, on (pp 2, tp 2), cp 2, whose ranks
-    compute alike, and one rank; logits of a prompt a rank."""
+def case_generated_on_other_meshes_than_trained(mode=1):
+    """Greedy and drawn tokens on (pp 2, tp 2), cp 2, whose ranks compute alike, and one rank; logits of a prompt a
+    rank. At night compiled: by day `test_generate.py` compiles."""
     folder = os.path.join(tempfile.gettempdir(), f"mindformers_core_case_generate_{os.environ['MS_SCHED_PORT']}")
     me = world().rank
     job = train(folder, me, *TRAINED, LAYERS)
     gather_values(job.mesh, None)
     forward, found, checked = full_forward(folder, LAYERS), [], 0
 
-    def generate(ranks, mode=0, **sizes):
+    def generate(ranks, **sizes):
         nonlocal checked
         recipe = recipe_of(*mesh(**sizes), f"context.mode={mode}", LAYERS)
         here = init_device_mesh([sizes.get(axis, 1) for axis in MESH_AXES], MESH_AXES, ranks)
@@ -46,7 +46,7 @@ def case_generated_on_other_meshes_than_trained(mode_of_stages=1):
             check_against_forward(forward, found[-1][0], passes[:COUNT], [me])
             checked += 1
 
-    generate(None, mode_of_stages, pp=2, tp=2)
+    generate(None, pp=2, tp=2)
     if me < 2:
         generate([0, 1], cp=2)
     elif me == 2:
