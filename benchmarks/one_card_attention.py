@@ -28,9 +28,9 @@ HEADS, SIZE, ROUNDS = 8, 64, 7
 CASES = {(8, 128): 0.8, (1, 1024): 0.8}  # (batch, length) -> the greatest ratio
 LONG, ROWS = 8192, 128  # a length, and the queries of its blocks
 # At the peak, in the backward pass: query, key, value, output, its gradient and that before the slope, further rows of
-# four of them, and the gradients with a sum and a part of those of key and value; of a block the scores, weights and
-# their gradients, also of the block before, the mask with its halves, and a result.
-OF_SEQUENCE, OF_BLOCK = 13, 9
+# four of them, three gradients; of a block the keys twice and the values, also of the block before, and what it adds to
+# the keys, that with a row of 0, in its place, and the sum; its scores, weights or their gradients.
+OF_SEQUENCE, OF_BLOCK = 23, 3
 
 
 def plain(query, key, value, mask):

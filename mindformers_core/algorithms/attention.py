@@ -44,18 +44,19 @@ def attend_part(query, key, value, first, last, places, scale, blocks, drop=0.0,
     halves = drawn_halves(own, draws, places) if drop else None
     ranges = _distances(first, last, places, batch, blocks)
     outputs, sums = [], []
-    for start, stop, hidden, rows, columns, taken, _ in block_rows(batch, heads, groups, key.shape[1], blocks):
-        scores = _by_rows(_taken(queries, rows, batch, groups), _taken(keys, taken, batch, groups))
-        if hidden is not None:
-            scores = scores + _hidden(hidden, ranges, start, stop, columns, scores.shape)
-        index, top = _largest(scores)
-        weights = ops.softmax(scores, -1)
-        largest = ops.gather_elements(weights, 3, ops.expand_dims(index, 3))
-        if drop:
-            weights = weights * kept(halves, drop, start, stop, columns, weights)
-        output = _product(weights, _taken(values, taken, batch, groups))
-        outputs.append(ops.reshape(output, (-1, values.shape[1])))
-        sums.append(ops.reshape(ops.expand_dims(top, 3) - ops.log(largest), (batch, heads, stop - start)))
+    for columns, sides, taken, _, parts in block_rows(batch, heads, groups, key.shape[1], blocks):
+        sides = [_taken(keys, each, batch, groups) for each in sides]
+        block_values = _taken(values, taken, batch, groups)
+        for start, stop, hidden, rows in parts:
+            mask = hidden, ranges, start, stop, columns
+            scores = _scores(_taken(queries, rows, batch, groups), sides, mask)
+            index, top = _largest(scores)
+            weights = ops.softmax(scores, -1)
+            largest = ops.gather_elements(weights, 3, ops.expand_dims(index, 3))
+            if drop:
+                weights = weights * kept(halves, drop, start, stop, columns, weights)
+            outputs.append(ops.reshape(_product(weights, block_values), (-1, values.shape[1])))
+            sums.append(ops.reshape(ops.expand_dims(top, 3) - ops.log(largest), (batch, heads, stop - start)))
     sums = ops.cat(sums, 2)
     seen = _cast(ops.greater(sums, HIDDEN / 10), ms.float32)
     output = ops.gather(ops.cat(outputs, 0), token_rows(batch, heads, blocks), 0)
@@ -85,30 +86,34 @@ def attend_gradient(
     halves = drawn_halves(own, draws, places) if drop else None
     ranges = _distances(first, last, places, batch, blocks)
     sums = ops.where(ops.less(sums, LOWEST / 10), -LOWEST / 10, sums)  # rows that see nothing: all weights are 0
-    nothing_of_key, nothing_of_value = keys[:1] * 0.0, values[:1] * 0.0
     of_query, of_key, of_value = [], 0.0, 0.0
-    for start, stop, hidden, rows, columns, taken, back in block_rows(batch, heads, groups, key_length, blocks):
-        block, of_block = _taken(queries, rows, batch, groups), _taken(gradients, rows, batch, groups)
-        shape = *block.shape[:3], 1
-        shifted = ops.cat((block, -ops.reshape(sums[:, :, start:stop], shape)), 3)
-        of_shifted = ops.cat((of_block, -ops.reshape(delta[:, :, start:stop], shape)), 3)
-        scores = _by_rows(shifted, _taken(longer_keys, taken, batch, groups))
-        if hidden is not None:
-            scores = scores + _hidden(hidden, ranges, start, stop, columns, scores.shape)
-        weights = ops.exp(scores)
-        of_weights, mixing = _by_rows(of_shifted, _taken(longer_values, taken, batch, groups)), weights
-        if drop:
-            stays = kept(halves, drop, start, stop, columns, weights)
-            of_weights = of_weights * stays + (stays - 1.0) * ops.reshape(delta[:, :, start:stop], shape)
-            mixing = weights * stays
-        of_scores = weights * of_weights
-        of_query.append(ops.reshape(_product(of_scores, _taken(keys, taken, batch, groups)), (-1, size)))
-        part = ops.reshape(_of_columns(of_scores, block), (-1, size))
-        of_key = of_key + ops.gather(ops.cat((part, nothing_of_key), 0), back, 0)
-        part = ops.reshape(_of_columns(mixing, of_block), (-1, value.shape[3]))
-        of_value = of_value + ops.gather(ops.cat((part, nothing_of_value), 0), back, 0)
-    of_query = ops.gather(ops.cat(of_query, 0), token_rows(batch, heads, blocks), 0) * scale
+    # the largest block of a causal mask first: what it frees has room for the others
+    for columns, sides, taken, back, parts in block_rows(batch, heads, groups, key_length, blocks)[::-1]:
+        sides = [_taken(longer_keys, each, batch, groups) for each in sides]
+        block_keys, block_values = (_taken(each, taken, batch, groups) for each in (keys, longer_values))
+        of_block_keys, of_block_values = 0.0, 0.0
+        for start, stop, hidden, rows in parts[::-1]:
+            block = [_taken(each, rows, batch, groups) for each in (queries, gradients)]
+            of_rows = [ops.reshape(each[:, :, start:stop], (*block[0].shape[:3], 1)) for each in (sums, delta)]
+            mask = hidden, ranges, start, stop, columns
+            found = _block_gradient(*block, *of_rows, sides, block_keys, block_values, mask, drop, halves)
+            of_query.append(ops.reshape(found[0], (-1, size)))
+            of_block_keys, of_block_values = of_block_keys + found[1], of_block_values + found[2]
+        of_key = of_key + _placed(of_block_keys, back)
+        of_value = of_value + _placed(of_block_values, back)
+    of_query = ops.gather(ops.cat(of_query[::-1], 0), token_rows(batch, heads, blocks), 0) * scale
     return ops.reshape(of_query, query.shape), ops.reshape(of_key, key.shape), ops.reshape(of_value, value.shape)
+
+
+def _block_gradient(query, gradient, sums, delta, sides, keys, values, mask, drop, halves):
+    """The gradients of a block's queries, keys and values: a function, at whose end scores and weights are freed."""
+    weights = ops.exp(_scores(ops.cat((query, -sums), 3), sides, mask))
+    of_weights, mixing = _by_rows(ops.cat((gradient, -delta), 3), values), weights
+    if drop:
+        stays = kept(halves, drop, *mask[2:], weights)
+        of_weights, mixing = of_weights * stays + (stays - 1.0) * delta, weights * stays
+    of_scores = weights * of_weights
+    return _product(of_scores, keys), _of_columns(of_scores, query), _of_columns(mixing, gradient)
 
 
 def output_delta(output, gradient):
@@ -168,18 +173,36 @@ def _columns(x, batch):
     return ops.expand_dims(ops.cat((_cast(x, ms.float32),) * (batch // x.shape[0]), 0), 2)
 
 
+def _scores(rows, sides, mask):
+    """Scores (batch, groups, rows, keys) of a block, much lower than all others where a query doesn't see a key.
+
+    Args:
+        rows: of queries, (batch, groups, rows, size).
+        sides: of keys, likewise; a mask is of the last one. (On CPU joining products costs less than a mask of 0s.)
+        mask: whether and how keys are `hidden`, see `block_rows`; `_distances`; start and stop; columns.
+    """
+    *whole, last = [_by_rows(rows, each) for each in sides]
+    if mask[0] is not None:
+        last = last + _hidden(*mask, last.shape)
+    return ops.cat((*whole, last), 3) if whole else last
+
+
 def _hidden(hidden, ranges, start, stop, columns, shape):
     """What makes scores (batch, groups, rows, keys) of keys that a query doesn't see lower than all others."""
-    batch, groups, rows, keys = shape
+    batch, groups, rows, _ = shape
+    copies = groups * rows // (stop - start)
     if ranges is None:
-        copies, known = batch * groups * rows // (stop - start), hidden.shape[1]
-        hidden = ops.reshape(ops.cat((hidden,) * copies, 0), (batch, groups, rows, known))
-        return hidden if known == keys else ops.cat((ops.zeros((batch, groups, rows, keys - known)), hidden), 3)
+        return ops.reshape(ops.cat((hidden,) * (batch * copies), 0), shape)
     before, after, places = ranges
     before, after, places = before[:, start:stop], after[:, start:stop], ops.gather(places, columns, 1)
     hidden = (_positive(_by_rows(before, places)) + _positive(_by_rows(after, places))) * HIDDEN
-    heads = ops.cat((ops.expand_dims(hidden, 1),) * (groups * rows // (stop - start)), 1)
-    return ops.reshape(heads, shape)
+    return ops.reshape(ops.cat((ops.expand_dims(hidden, 1),) * copies, 1), shape)
+
+
+def _placed(x, back):
+    """What a block adds to all keys: its rows, of (batch, groups, keys, size), and 0; `back`: of `block_rows`."""
+    rows = ops.reshape(x, (-1, x.shape[3]))
+    return ops.gather(ops.cat((rows, ops.zeros((1, x.shape[3]), x.dtype)), 0), back, 0)
 
 
 class _Attention(nn.Cell):

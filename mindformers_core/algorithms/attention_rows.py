@@ -4,6 +4,7 @@ On CPU a gather of rows is twenty times as fast as a transpose, or as the copy o
 """
 
 from functools import lru_cache
+from itertools import groupby
 
 import numpy as np
 from mindspore import Tensor
@@ -15,26 +16,33 @@ HIDDEN = -1e28  # of a score: 2**31 times as much, of a place far outside of a q
 
 @lru_cache(maxsize=32)
 def block_rows(batch, heads, groups, key_length, blocks):
-    """For every block (start, stop, hidden, queries, columns, keys, back).
+    """Blocks that take the same keys, together: (columns, sides, keys, back, ((start, stop, hidden, queries), …)), …
 
     `queries` and `keys` are numbers of rows of (batch * length * heads, size), in the order (batch, groups, heads of a
-    group, length); `columns` the keys of the block, by token; and `back` has for each row of all keys that of the
-    block's, or their number for those that it doesn't take. `hidden` is None where all queries see all of them; else it
-    is float32 (queries, keys), of the block's last keys: 0 where a query sees a key, else `HIDDEN`; or it is () where
-    only data tell.
+    group, length); `sides` are `keys` in one table, or in two where some are masked and others not; `columns` the keys
+    by token; and `back` has for each row of all keys that of these, or their number for those that aren't taken.
+    `hidden` is None where all queries see all of them; else it is float32 (queries, keys), of the last side: 0 where a
+    query sees a key, else `HIDDEN`; or it is () where only data tell.
     """
     length = blocks[-1][1]
     of_queries = np.arange(batch * length * heads).reshape(batch, length, groups, heads // groups)
     of_keys = np.arange(batch * key_length * groups).reshape(batch, key_length, groups)
-    found = []
-    for start, stop, ranges in blocks:
-        columns = np.concatenate([np.arange(low, high) for low, high, _ in ranges])
-        keys = of_keys[:, columns].transpose(0, 2, 1).reshape(-1)
-        queries = of_queries[:, start:stop].transpose(0, 2, 3, 1)
-        tables = map(_table, (queries, columns, keys, _inverse(keys, of_keys.size)))
-        masks = tuple((high - low, mask) for low, high, mask in ranges if mask is not None)
-        hidden = None if not masks else _band(stop - start, masks) if is_known(blocks) else ()
-        found.append((start, stop, hidden, *tables))
+    found, known = [], is_known(blocks)
+
+    def rows(columns):
+        return of_keys[:, columns].transpose(0, 2, 1).reshape(-1)
+
+    for ranges, alike in groupby(blocks, _taken_keys):
+        whole, masked = ([at for low, high in each for at in range(low, high)] for each in ranges)
+        sides = [each for each in ((whole, masked) if known else (whole + masked,)) if each]
+        parts = []
+        for start, stop, ranges in alike:
+            masks = tuple((high - low, mask) for low, high, mask in ranges if mask is not None)
+            hidden = None if not masks else _band(stop - start, masks) if known else ()
+            parts.append((start, stop, hidden, _table(of_queries[:, start:stop].transpose(0, 2, 3, 1))))
+        keys = rows(whole + masked)
+        tables = map(_table, (keys, _inverse(keys, of_keys.size)))
+        found.append((_table(np.array(whole + masked)), [_table(rows(each)) for each in sides], *tables, parts))
     return tuple(found)
 
 
@@ -42,6 +50,11 @@ def block_rows(batch, heads, groups, key_length, blocks):
 def is_known(blocks):
     """Whether no mask of `visible_blocks` is of data."""
     return all(mask != () for *_, ranges in blocks for *_, mask in ranges)
+
+
+def _taken_keys(block):
+    """The ranges (low, high) of keys that all queries of a block see, and of those that some may not see."""
+    return [[(low, high) for low, high, mask in block[2] if (mask is None) == seen] for seen in (True, False)]
 
 
 @lru_cache(maxsize=32)
