@@ -115,6 +115,7 @@ def run_benchmark(script, world_size, make_variants, title, remarks=None, timeou
     )
     all_kept = all_kept and kept
     heading = textwrap.wrap("; ".join([title, ranks, *_machine()]), 120)
+    more = [part for line in more for part in textwrap.wrap(line, 120, subsequent_indent="  ")]
     text = "\n".join([*heading, "", *_table(outcome), "", *more])
     print(text)
     if options.json is not None:

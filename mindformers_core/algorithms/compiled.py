@@ -3,6 +3,8 @@
 from mindspore import get_context, ops
 from mindspore.ops.primitive import PrimitiveWithInfer
 
+from mindformers_core.mindspore_private import outside_of_meta
+
 
 class ConstantOfPython(PrimitiveWithInfer):
     """An operator whose result is a constant: while types are inferred, its `__infer__` gives it."""
@@ -28,5 +30,6 @@ in_graph = _InGraph()
 
 @ops.constexpr
 def on_cpu():
-    """Whether MindSpore runs on CPU."""
-    return get_context("device_target") == "CPU"
+    """Whether MindSpore runs on CPU, in a `DeviceCtx("meta")` block, too."""
+    with outside_of_meta():
+        return get_context("device_target") == "CPU"

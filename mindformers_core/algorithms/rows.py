@@ -14,7 +14,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
 
-from mindformers_core.algorithms.compiled import in_graph
+from mindformers_core.algorithms.compiled import in_graph, on_cpu
 from mindformers_core.mindspore_private import outside_of_meta
 
 _product, _by_rows, _of_columns = ops.MatMul(), ops.MatMul(False, True), ops.MatMul(True, False)
@@ -154,21 +154,16 @@ class _RotaryOfProducts(_Rotary):
 
 @lru_cache(maxsize=32)
 def _norm(dtype, eps, front=()):
-    return (_NormOfProducts if _on_cpu() else _Norm)(_wide(dtype), eps, front)
+    return (_NormOfProducts if on_cpu() else _Norm)(_wide(dtype), eps, front)
 
 
 @lru_cache(maxsize=8)
 def _rotary(dtype, front=()):
-    return (_RotaryOfProducts if _on_cpu() else _Rotary)(_wide(dtype), front)
+    return (_RotaryOfProducts if on_cpu() else _Rotary)(_wide(dtype), front)
 
 
 def _wide(dtype):
     return ms.float64 if dtype == ms.float64 else ms.float32
-
-
-def _on_cpu():
-    with outside_of_meta():
-        return ms.get_context("device_target") == "CPU"
 
 
 @lru_cache(maxsize=32)
