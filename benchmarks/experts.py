@@ -20,7 +20,7 @@ from mindformers_core.mesh import init_device_mesh
 from mindformers_core.models.experts import MixtureOfExperts, RoutedExperts, Router, RouterConfig
 from mindformers_core.tensor_parallel import shard
 
-EP, EXPERTS, CHOICES, HIDDEN, INNER, BATCH, LENGTH, SEED = 2, 8, 2, 256, 1024, 4, 256, 5
+EP, EXPERTS, CHOICES, HIDDEN, INNER, BATCH, LENGTH, SEED = 2, 8, 2, 512, 2048, 4, 256, 5
 TITLE = (
     f"top-{CHOICES} of {EXPERTS} experts of {HIDDEN} x {INNER}, {BATCH * LENGTH} tokens, forward and backward, ep {EP}"
 )

@@ -43,7 +43,8 @@ def verify(net, mesh, *inputs, config=None, plan=None, seed=0, **named_inputs):
     of TTrace (2026) and TrainVerify (SOSP 2025): one program against its parallel form, tensor by tensor: all of a
     replica's first pass; of later passes, which run the same programs, results and gradients of weights, and all only
     where one of these differs. A model with Cells that the plan marks as eager, or with a `bprop` or `local_map`, is
-    compared with its own code, as the note under the report says.
+    compared with its own code, as the note under the report says. On CPU, `mindspore.runtime.launch_blocking()` before
+    it saves most of its time.
 
     Args:
         net: a Cell that isn't sharded, of which every rank gets a copy, sharded by `shard(copy, mesh, config, plan)`;

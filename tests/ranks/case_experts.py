@@ -2,7 +2,7 @@
 
 import mindspore as ms
 import numpy as np
-from case_training import compare_with_one_rank
+from case_training import compare_with_one_rank, job_on, training_alone
 from mindspore import Tensor, nn, ops
 from support.host_reads import count_reads
 from support.launch import on_ranks
@@ -137,6 +137,20 @@ BY_TOKENS = (
 def case_a_compiled_recipe_with_experts_trains_as_on_one_card():
     """Micro-batches are as large as on one card, since the routers' losses are those of each."""
     compare_with_one_rank(*BY_DATA, COMPILED, shape=(1, 2, 1, 1), alike=ONE_LAYER, micro_batches=4)
+
+
+@on_ranks(nightly=(2,))
+def case_experts_move_between_ranks():
+    """The losses and norms of one card, in PyNative and compiled, though experts with their moments change ranks."""
+    expected = [row for row, _ in training_alone(3, *ONE_LAYER)]
+    for mode in (1, 0):
+        moving = "moe.placement.interval=1", "moe.placement.threshold=1.02", f"context.mode={mode}"
+        job = job_on((1, 2, 1, 1), None, *ONE_LAYER, *BY_DATA, *moving)
+        rows = [dict(job.train_step()) for _ in expected]
+        assert sum(row["experts_moved"] for row in rows[:2]), rows
+        for key in ("loss", "gradient_norm"):
+            found, wanted = ([row[key] for row in each] for each in (rows, expected))
+            np.testing.assert_allclose(found, wanted, rtol=1e-5, err_msg=f"{key} in mode {mode}")
 
 
 INSIDE = *BY_DATA, "parallelism.expert_tensor_parallel=[tp]", "parallelism.zero_level=2"
