@@ -27,13 +27,12 @@ def test_the_worker_that_began_the_end_is_named(tmp_path):
     ends = ("exit 75", "exit 0", "kill -9 $$", "exit 2")
     workers = [subprocess.Popen(["sh", "-c", end]) for end in ends]  # nobody waits for them: they stay as zombies
     watch = runpy.run_path(SCRIPT)["watch"]
-    watch.__globals__["process_ranks"] = lambda pid: {worker.pid: rank for rank, worker in enumerate(workers)}
+    watch.__globals__["process_ranks"] = lambda pid: ({worker.pid: rank for rank, worker in enumerate(workers)}, None)
     polls = iter([None, None, None, 1])
     msrun = SimpleNamespace(pid=None, poll=lambda: next(polls))
     with (tmp_path / "msrun.log").open("w+") as log:
         log.write(f"Worker process {workers[0].pid} exit with exception. Error code: 75.")
-        follower, ending = SimpleNamespace(show=lambda last=False: None), SimpleNamespace(pass_on=lambda pids: False)
-        assert watch(msrun, log, follower, ending) == (3, 2)
+        assert watch(msrun, log, SimpleNamespace(show=lambda last=False: None), []) == (3, 2)
     assert [worker.wait() for worker in workers] == [75, 0, -9, 2]
 
 
@@ -45,11 +44,11 @@ def test_workers_leave_where_the_scheduler_is_gone(tmp_path, monkeypatch, number
     if not supervised:
         monkeypatch.delenv("MINDFORMERS_SUPERVISOR")
     watch, polls = names["watch"], iter([None] * 3 + [1])
-    watch.__globals__["process_ranks"] = lambda pid: {"scheduler": scheduler.pid, worker.pid: 0}
+    watch.__globals__["process_ranks"] = lambda pid: ({worker.pid: 0}, scheduler.pid)
     msrun, follower = SimpleNamespace(pid=None, poll=lambda: next(polls)), SimpleNamespace(show=lambda last=False: None)
     scheduler.send_signal(getattr(signal, number))
     with (tmp_path / "msrun.log").open("w+") as log:
-        found = watch(msrun, log, follower, names["Ending"](60))
+        found = watch(msrun, log, follower, [])
     assert scheduler.wait(10) == -9
     worker.kill()
     assert (found, worker.wait()) == ((("scheduler", -9), -15) if supervised else (None, -9))
