@@ -115,7 +115,7 @@ class Supervisor:
         self.command, self.settings, self.trains = command, settings, command[: len(TRAIN)] == TRAIN
         self.child, self.signal = None, None  # the launch that runs; the signal that ends this process
         self.seen, self.goes_on = set(), False  # errors of starts before; whether the job has its run folder
-        self.there, self.wrong, self.sizes = [*range(workers)], None, cache(self._sizes)  # slots; what was said of them
+        self.there, self.sizes, self.say_once = [*range(workers)], cache(self._sizes), cache(say)
 
     def hear(self, number, frame):
         """A signal that ends this process: the launch gets it; the second one, as Ctrl-C, ends the launch at once."""
@@ -172,11 +172,9 @@ class Supervisor:
     def _slots(self):
         """As `slots`; those of before while the file of `EXCLUDE` has another word in it, which is told once."""
         try:
-            self.there, self.wrong = slots(os.environ, self.workers), None
+            self.there = slots(os.environ, self.workers)
         except (ValueError, OSError) as error:
-            if self.wrong != str(error):
-                self.wrong = str(error)
-                say(self.wrong)
+            self.say_once(str(error))
         return self.there
 
     def _sizes(self, available):

@@ -6,6 +6,7 @@ from mindformers_core.analysis.recovery import Job, best_interval, costs_of, sec
 from mindformers_core.hints import seconds_shown
 
 _FIRST, _MOST = 5, 1000  # steps before the first save with auto; those whose seconds are kept
+_NEWS = 1.5  # factor between intervals of which both are told
 
 
 class Saving:
@@ -19,7 +20,7 @@ class Saving:
         self._section, self._ranks, self._checkpointer = section, ranks, checkpointer
         self._is_auto = section.save_interleaved_steps == "auto"
         self._interval = _FIRST if self._is_auto else section.save_interleaved_steps
-        self._rows, self._next, self._is_told = deque(maxlen=_MOST), None, False
+        self._rows, self._next, self._told = deque(maxlen=_MOST), None, 0
 
     def is_due(self, row):
         """Whether to save after the step of a `Row`: asked after each step, with one answer on all ranks."""
@@ -45,7 +46,7 @@ class Saving:
         gathered, mtbf = self._ranks.gather(own).values(), self._section.mtbf
         costs = {name: max(each[name] for each in gathered) for name in own}
         self._interval = best_interval(Job(seconds_of(mtbf), **costs))
-        if self._ranks.rank == 0 and not self._is_told:
-            self._is_told, step, save = True, seconds_shown(costs["step"]), seconds_shown(costs["save"])
+        if self._ranks.rank == 0 and not self._told / _NEWS <= self._interval <= self._told * _NEWS:
+            self._told, step, save = self._interval, seconds_shown(costs["step"]), seconds_shown(costs["save"])
             text = f"every {self._interval} steps, since one takes {step}, a save {save}, and mtbf is {mtbf}"
             print(f"checkpoint.save_interleaved_steps: auto: {text}")
