@@ -1,5 +1,6 @@
 """What `msrun_launch.sh` finds out about its workers: which one began the end, what it shows, which logs it removes."""
 
+import os
 import runpy
 import signal
 import subprocess
@@ -11,6 +12,8 @@ import pytest
 
 SCRIPT = str(Path(__file__).resolve().parent.parent / "scripts" / "msrun_watch.py")
 sys.path.append(str(Path(SCRIPT).parent))
+
+import processes  # noqa: E402
 
 
 def test_logs_of_other_machines_stay(tmp_path):
@@ -52,6 +55,17 @@ def test_workers_leave_where_the_scheduler_is_gone(tmp_path, monkeypatch, number
     assert scheduler.wait(10) == -9
     worker.kill()
     assert (found, worker.wait()) == ((("scheduler", -9), -15) if supervised else (None, -9))
+
+
+def test_a_stopped_worker_has_not_failed():
+    """Whose status, as the kernel tells it, is the signal."""
+    worker = subprocess.Popen(["sleep", "60"])
+    for number, failed in ((signal.SIGSTOP, []), (signal.SIGKILL, [(0, -9)])):
+        worker.send_signal(number)
+        os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WSTOPPED | os.WNOWAIT)
+        assert processes.is_gone(worker.pid)
+        assert processes.failed_workers({worker.pid: 0}) == failed
+    assert worker.wait() == -9
 
 
 REPORT = """rank 1 waits in all_reduce; rank 0 was killed by SIGKILL
