@@ -35,9 +35,8 @@ def errors_at(where, behind="", kinds=(TypeError, ValueError), kind=None):
 def origin_of(error):
     """Where an error is from, by the innermost frame of its traceback that is neither Python's nor a dependency's.
 
-    Returns:
-        `"raise"`: a `raise` statement, so somebody has foreseen it; `"user"`: other code outside of this package;
-        `"package"`: this package's code, an `assert` too.
+    `"raise"`: a `raise` statement, so somebody has foreseen it; `"user"`: other code outside of this package;
+    `"package"`: this package's code, an `assert` too.
     """
     frame, place = _frames(error)[-1]
     is_raise = frame.f_code.co_code[place] == opmap["RAISE_VARARGS"] and not isinstance(error, AssertionError)

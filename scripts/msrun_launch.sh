@@ -53,11 +53,9 @@ if [ "${RESTARTS:-0}" != 0 ]; then
     command=(--command "${COMMAND_WORDS[@]}")
     [ "${8:-True}" = True ] || fail "RESTARTS needs JOIN True: with False nobody notices a failure"
     workers="{workers}"
-    if [ "$local_workers" = "$worker_num" ]; then
-        local_workers="{workers}"
-    elif [ -n "${EXCLUDE:-}" ]; then
+    [ "$local_workers" != "$worker_num" ] || local_workers="{workers}"
+    [ "$local_workers" = "{workers}" ] || [ -z "${EXCLUDE:-}" ] ||
         fail "EXCLUDE names processes of one machine, and this job has several: leave it out"
-    fi
 fi
 exec "${supervisor[@]}" "$python" "$ROOT/scripts/msrun_watch.py" --worker_num="$workers" \
     --local_worker_num="$local_workers" --master_addr="${4:-127.0.0.1}" --master_port="${5:-8118}" \

@@ -7,6 +7,7 @@ behind.
 """
 
 import argparse
+import math
 import os
 import re
 import signal
@@ -17,12 +18,14 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from processes import SCHEDULER, become_subreaper, failed_workers, is_gone, kill_children, process_ranks
+from processes import become_subreaper, failed_workers, is_gone, kill_children, process_ranks
 
 POLL_SECONDS = 0.2
 SCHEDULER_GRACE_SECONDS = 3
-GRACE_SECONDS = 40  # after SIGTERM, more than checkpoint.grace; the variable GRACE has another number
+GRACE_SECONDS = float(os.environ.get("GRACE") or 40)  # after SIGTERM, more than checkpoint.grace
 LAST_LINES = 30
+NUMBERS = ("worker_num", "local_worker_num", "master_port", "node_rank", "cluster_time_out")  # msrun's options
+SCHEDULER = "scheduler"  # the rank of the scheduler, where that began the end
 FOR_OTHERS = 75  # exit code of a worker that ends for others, or as a signal asks: mindformers_core.supervised
 WORKER_FAILED = re.compile(r"Worker process (\d+) exit with exception\. Error code: (-?\d+)")
 # The report of a hang (mindformers_core.hangs.report), and the lines that tell why a worker failed by itself
@@ -35,7 +38,7 @@ NOISE = re.compile(r"^\[INFO\] [A-Z_]+\(")
 def main():
     """Parse arguments, check them, run; the exit code is that of the worker that began the end, or 0."""
     parser = argparse.ArgumentParser(prog="msrun_launch.sh", description=__doc__)
-    for name in ("worker_num", "local_worker_num", "master_port", "node_rank", "cluster_time_out"):
+    for name in NUMBERS:
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--master_addr", required=True)
     parser.add_argument("--log_dir", type=Path, required=True)
@@ -114,18 +117,18 @@ def run(args):
     remove_old_logs(args)
     become_subreaper()
     print(f"{args.local_worker_num} of {args.worker_num} workers start here, logs in {args.log_dir}", flush=True)
-    ending = Ending(float(os.environ.get("GRACE") or GRACE_SECONDS))
+    ending = []  # once workers are asked to leave, the time when those that haven't left are killed
+
+    def hear(number, frame):
+        if number != signal.SIGTERM or ending:  # the second one ends all at once
+            sys.exit(128 + number)
+        ending.append(time.monotonic() + GRACE_SECONDS)
+
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, ending.hear)
+        signal.signal(number, hear)
     with (args.log_dir / "msrun.log").open("w+", errors="replace") as msrun_log:
-        msrun = subprocess.Popen(
-            msrun_command(args),
-            stdin=subprocess.DEVNULL,
-            stdout=msrun_log,
-            stderr=msrun_log,
-            start_new_session=True,
-            env=worker_environment(),
-        )
+        streams = {"stdin": subprocess.DEVNULL, "stdout": msrun_log, "stderr": msrun_log}
+        msrun = subprocess.Popen(msrun_command(args), start_new_session=True, env=worker_environment(), **streams)
         joined = args.join == "True"
         try:
             failure = watch(msrun, msrun_log, Follower(logs[first]), ending) if joined else None
@@ -138,39 +141,13 @@ def run(args):
     return 0
 
 
-class Ending:
-    """SIGTERM for all workers, and the seconds that they have then. The second signal here ends them at once."""
-
-    def __init__(self, grace):
-        self.grace, self.deadline, self._told = grace, None, set()
-
-    def hear(self, number, frame):
-        """The handler of signals."""
-        if number != signal.SIGTERM or self.deadline is not None:
-            sys.exit(128 + number)
-        self.begin()
-
-    def begin(self):
-        """From now on workers are asked to leave."""
-        self.deadline = self.deadline or time.monotonic() + self.grace
-
-    def pass_on(self, pids):
-        """Send each of these workers the signal, once. Returns whether their time is over."""
-        for pid in {*pids}.difference(self._told) if self.deadline is not None else ():
-            self._told.add(pid)
-            with suppress(OSError):
-                os.kill(pid, signal.SIGTERM)
-        return self.deadline is not None and time.monotonic() > self.deadline
-
-
 def remove_old_logs(args):
     """Remove logs of an earlier launch: those that this machine writes, and those of ranks that there aren't now.
 
     Other machines may have begun to write theirs, in the same folder.
     """
     first = args.node_rank * args.local_worker_num
-    own = range(first, first + args.local_worker_num)
-    others = {*range(args.worker_num)}.difference(own)
+    others = {*range(args.worker_num)}.difference(range(first, first + args.local_worker_num))
     for log in args.log_dir.glob("worker_*.log"):
         number = log.stem.removeprefix("worker_")
         if number.isdecimal() and int(number) not in others:
@@ -181,23 +158,10 @@ def remove_old_logs(args):
 
 def msrun_command(args):
     """Argument list of msrun, with this Python for msrun and for the workers."""
-    return [
-        sys.executable,
-        "-m",
-        "mindspore.parallel.cluster.run",
-        f"--worker_num={args.worker_num}",
-        f"--local_worker_num={args.local_worker_num}",
-        f"--master_addr={args.master_addr}",
-        f"--master_port={args.master_port}",
-        f"--node_rank={args.node_rank}",
-        f"--log_dir={args.log_dir}",
-        f"--join={args.join}",
-        f"--cluster_time_out={args.cluster_time_out}",
-        # No worker has this rank: we show the first one's log ourselves, to its last line.
-        f"--tail_worker_log={args.worker_num}",
-        "python3",
-        *args.command,
-    ]
+    given = [f"--{name}={getattr(args, name)}" for name in (*NUMBERS, "master_addr", "log_dir", "join")]
+    # No worker has this rank: we show the first one's log ourselves, to its last line.
+    given.append(f"--tail_worker_log={args.worker_num}")
+    return [sys.executable, "-m", "mindspore.parallel.cluster.run", *given, "python3", *args.command]
 
 
 def worker_environment():
@@ -211,34 +175,33 @@ def watch(msrun, msrun_log, follower, ending):
     """Wait for msrun to end. Returns `(rank or None, exit code)` of the worker that began the end, or `None`.
 
     Under a supervisor workers leave, and are started again, where the scheduler is gone: without it they fail at their
-    end. Its rank is here "scheduler".
+    end. Its rank is here "scheduler". `ending`: a list, which has the time of their end once workers are to leave.
     """
-    ranks, failures, deadline, scheduler = {}, {}, None, None
-    is_supervised = "MINDFORMERS_SUPERVISOR" in os.environ
+    ranks, failures, deadline, scheduler, asked = {}, {}, math.inf, None, set()
     while msrun.poll() is None:
         time.sleep(POLL_SECONDS)
         follower.show()
-        found = process_ranks(msrun.pid)
-        scheduler = found.pop(SCHEDULER, scheduler)
-        ranks.update(found)
-        if is_supervised and ending.deadline is None and not failures and is_gone(scheduler):
+        found, pid = process_ranks(msrun.pid)
+        ranks, scheduler = ranks | found, pid or scheduler
+        if "MINDFORMERS_SUPERVISOR" in os.environ and not (ending or failures) and is_gone(scheduler):
             print("msrun_launch.sh: the scheduler is gone: workers leave", file=sys.stderr)
             failures[SCHEDULER] = -signal.SIGKILL
             with suppress(OSError):  # ranks that leave would wait for one that is stopped
                 os.kill(scheduler, signal.SIGKILL)
-            ending.begin()
-        if ending.pass_on(ranks):
-            kill_children(msrun.pid)
+            ending.append(time.monotonic() + GRACE_SECONDS)
+        for pid in {*ranks} - asked if ending else ():
+            asked.add(pid)
+            with suppress(OSError):
+                os.kill(pid, signal.SIGTERM)
         ended = failed_workers(ranks)  # msrun looks once a second, in order of ranks: others may have failed of it
-        if find_failure(msrun_log, ranks):  # msrun kills the others
+        if reported := find_failure(msrun_log, ranks):  # msrun kills the others
             ended = [(rank, code) for rank, code in ended if code != -signal.SIGKILL]
-        for rank, code in [*ended, *find_failure(msrun_log, ranks)]:
+        for rank, code in [*ended, *reported]:
             failures.setdefault(rank, code)
-        if {*failures} - {SCHEDULER} and deadline is None:
-            deadline = time.monotonic() + SCHEDULER_GRACE_SECONDS
-        elif deadline is not None and time.monotonic() > deadline:
+        if {*failures} - {SCHEDULER}:
+            deadline = min(deadline, time.monotonic() + SCHEDULER_GRACE_SECONDS)
+        if time.monotonic() > min([deadline, *ending]):
             kill_children(msrun.pid)
-            deadline = float("inf")
     follower.show(last=True)
     found = [*failures.items(), *find_failure(msrun_log, ranks)]
     return min(found, key=lambda failure: failure[1] == FOR_OTHERS, default=None)
@@ -255,8 +218,7 @@ class Follower:
     """Shows a log file as it grows, line by line, without MindSpore's networking chatter."""
 
     def __init__(self, path):
-        self.path = path
-        self.position = 0
+        self.path, self.position = path, 0
 
     def show(self, last=False):
         """Print the lines added since the last call; with `last` also one that isn't ended."""
@@ -284,14 +246,10 @@ def report(failure, msrun_code, log_dir, logs):
     """
     rank, code = failure or (None, msrun_code)
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    known = {None: ("a worker", [*logs.values()]), SCHEDULER: ("the scheduler", [log_dir / "scheduler.log"])}
+    who, shown = known.get(rank) or (f"worker {rank}", [logs[rank]])
     if failure is None:
         who, shown = "msrun", [log_dir / "scheduler.log", log_dir / "msrun.log"]
-    elif rank is None:
-        who, shown = "a worker", list(logs.values())
-    elif rank == SCHEDULER:
-        who, shown = "the scheduler", [log_dir / "scheduler.log"]
-    else:
-        who, shown = f"worker {rank}", [logs[rank]]
     texts = {path: "\n".join(readable_lines(path.read_bytes())) for path in (*shown, *logs.values()) if path.exists()}
     reports = [found[0] for text in texts.values() if (found := REPORT.search(text))]
     if code == FOR_OTHERS:

@@ -4,11 +4,11 @@ import ctypes
 import signal
 import time
 from contextlib import suppress
-from pathlib import Path
 
 import psutil
 
-SCHEDULER = "scheduler"
+from mindformers_core.hangs.board import process_state
+
 _PARENT_DEATH_SIGNAL, _SUBREAPER = 1, 36  # PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER of <linux/prctl.h>
 
 
@@ -24,36 +24,26 @@ def end_with_parent():
 
 def is_gone(pid):
     """Whether a process has ended by a signal, or is stopped by one."""
-    state, status = _state(pid)
-    return state == "T" or state == "Z" and bool(status & 127)
-
-
-def _state(pid):
-    """The kernel's letter for a process's state, and its status as of waitpid(2); `("", 0)` where there is none."""
-    with suppress(OSError):
-        state, *_, status = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return state, int(status)
-    return "", 0
+    letter, code, _ = process_state(pid)
+    return letter == "T" or code < 0
 
 
 def process_ranks(msrun_pid):
-    """`{pid: rank}` of msrun's living workers, as their environments say; and `{SCHEDULER: pid}`."""
-    ranks = {}
+    """`{pid: rank}` of msrun's living workers, as their environments say; and the pid of its scheduler, or None."""
+    ranks, scheduler = {}, None
     for child in children(msrun_pid):
         with suppress(psutil.Error):
-            environment = child.environ()
-            if environment.get("MS_ROLE") == "MS_WORKER" and environment.get("RANK_ID", "").isdigit():
-                ranks[child.pid] = int(environment["RANK_ID"])
-            elif environment.get("MS_ROLE") == "MS_SCHED":
-                ranks[SCHEDULER] = child.pid
-    return ranks
+            role, rank = map(child.environ().get, ("MS_ROLE", "RANK_ID"))
+            if role == "MS_WORKER" and (rank or "").isdigit():
+                ranks[child.pid] = int(rank)
+            scheduler = child.pid if role == "MS_SCHED" else scheduler
+    return ranks, scheduler
 
 
 def failed_workers(ranks):
     """`(rank, exit code)` of workers that have failed, and that msrun hasn't noticed yet; first those of a signal."""
-    states = [(rank, *_state(pid)) for pid, rank in ranks.items()]
-    found = [(rank, -(status & 127) or status >> 8) for rank, state, status in states if state == "Z" and status]
-    return sorted(found, key=lambda failure: failure[1] > 0)
+    found = [(rank, process_state(pid)[1]) for pid, rank in ranks.items()]
+    return sorted((failure for failure in found if failure[1]), key=lambda failure: failure[1] > 0)
 
 
 def children(pid, recursive=False):
@@ -66,10 +56,10 @@ def children(pid, recursive=False):
 def kill_children(pid):
     """Kill everything that `pid` has started, also what begins meanwhile."""
     for _ in range(20):
-        running = [child for child in children(pid, recursive=True) if _state(child.pid)[0] not in ("Z", "")]
-        if not running:
-            break
+        running = [child for child in children(pid, recursive=True) if process_state(child.pid)[0] not in ("Z", "")]
         for child in running:
             with suppress(psutil.Error):
                 child.kill()
+        if not running:
+            break
         time.sleep(0.05)

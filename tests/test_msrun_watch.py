@@ -1,5 +1,6 @@
 """What `msrun_launch.sh` finds out about its workers: which one began the end, what it shows, which logs it removes."""
 
+import os
 import runpy
 import signal
 import subprocess
@@ -11,6 +12,8 @@ import pytest
 
 SCRIPT = str(Path(__file__).resolve().parent.parent / "scripts" / "msrun_watch.py")
 sys.path.append(str(Path(SCRIPT).parent))
+
+import processes  # noqa: E402
 
 
 def test_logs_of_other_machines_stay(tmp_path):
@@ -27,13 +30,12 @@ def test_the_worker_that_began_the_end_is_named(tmp_path):
     ends = ("exit 75", "exit 0", "kill -9 $$", "exit 2")
     workers = [subprocess.Popen(["sh", "-c", end]) for end in ends]  # nobody waits for them: they stay as zombies
     watch = runpy.run_path(SCRIPT)["watch"]
-    watch.__globals__["process_ranks"] = lambda pid: {worker.pid: rank for rank, worker in enumerate(workers)}
+    watch.__globals__["process_ranks"] = lambda pid: ({worker.pid: rank for rank, worker in enumerate(workers)}, None)
     polls = iter([None, None, None, 1])
     msrun = SimpleNamespace(pid=None, poll=lambda: next(polls))
     with (tmp_path / "msrun.log").open("w+") as log:
         log.write(f"Worker process {workers[0].pid} exit with exception. Error code: 75.")
-        follower, ending = SimpleNamespace(show=lambda last=False: None), SimpleNamespace(pass_on=lambda pids: False)
-        assert watch(msrun, log, follower, ending) == (3, 2)
+        assert watch(msrun, log, SimpleNamespace(show=lambda last=False: None), []) == (3, 2)
     assert [worker.wait() for worker in workers] == [75, 0, -9, 2]
 
 
@@ -45,14 +47,25 @@ def test_workers_leave_where_the_scheduler_is_gone(tmp_path, monkeypatch, number
     if not supervised:
         monkeypatch.delenv("MINDFORMERS_SUPERVISOR")
     watch, polls = names["watch"], iter([None] * 3 + [1])
-    watch.__globals__["process_ranks"] = lambda pid: {"scheduler": scheduler.pid, worker.pid: 0}
+    watch.__globals__["process_ranks"] = lambda pid: ({worker.pid: 0}, scheduler.pid)
     msrun, follower = SimpleNamespace(pid=None, poll=lambda: next(polls)), SimpleNamespace(show=lambda last=False: None)
     scheduler.send_signal(getattr(signal, number))
     with (tmp_path / "msrun.log").open("w+") as log:
-        found = watch(msrun, log, follower, names["Ending"](60))
+        found = watch(msrun, log, follower, [])
     assert scheduler.wait(10) == -9
     worker.kill()
     assert (found, worker.wait()) == ((("scheduler", -9), -15) if supervised else (None, -9))
+
+
+def test_a_stopped_worker_has_not_failed():
+    """Whose status, as the kernel tells it, is the signal."""
+    worker = subprocess.Popen(["sleep", "60"])
+    for number, failed in ((signal.SIGSTOP, []), (signal.SIGKILL, [(0, -9)])):
+        worker.send_signal(number)
+        os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WSTOPPED | os.WNOWAIT)
+        assert processes.is_gone(worker.pid)
+        assert processes.failed_workers({worker.pid: 0}) == failed
+    assert worker.wait() == -9
 
 
 REPORT = """rank 1 waits in all_reduce; rank 0 was killed by SIGKILL

@@ -26,12 +26,12 @@ import supervisor  # noqa: E402
 RECIPE = str(ROOT / "configs" / "llama_tiny_cpu.yaml")
 TRAIN = [*supervisor.TRAIN, "--config", RECIPE, "parallelism.tensor_parallel=1", "parallelism.data_parallel_shard=-1"]
 KILLED = 137
-RUNS = {"run": {"saves": True}}
+RUNS = {"run": 2}
 
 
-def end(code, step=7, done=3, error="", **told):
+def end(code, step=7, done=3, error="", run=0):
     """How a launch ends: its exit code; what a process of it tells."""
-    return {"code": code, "steps": (step, done), "error": error, "told": told}
+    return {"code": code, "steps": (step, done, run), "error": error}
 
 
 class Starts(supervisor.Supervisor):
@@ -49,8 +49,6 @@ class Starts(supervisor.Supervisor):
             patch.setenv(supervised.FOLDER, told[supervised.FOLDER])
             if how["steps"] is not None:
                 supervised.step_counter()[:] = how["steps"]
-            for name, facts in how["told"].items():
-                supervised.tell(name, facts)
             if how["error"]:
                 supervised.tell_end(how["error"], how["code"])
         return how["code"], False
@@ -162,8 +160,8 @@ def test_what_a_job_tells(tmp_path, monkeypatch):
     given = f"training.output_dir={tmp_path}/run", "training.global_batch_size=4"
     factory = f"train_dataset.factory={__name__}:Samples"
     assert main(["train", "--config", RECIPE, *small, *alone, *given, factory]) == 2
-    told = supervisor.Told(tmp_path)
-    assert told.run == {"saves": False}
+    told = supervisor.told_in(tmp_path)
+    assert told.run == 1
     (step, error, code), *others = told.ends
     assert (told.step, told.done, step, code, others) == (3, 2, 3, 2, []) and "'a bad sample'" in error
 

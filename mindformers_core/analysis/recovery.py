@@ -17,26 +17,17 @@ _TIME = re.compile(rf"(\d{{1,12}}(?:\.\d+)?)\s*({'|'.join(_UNITS)})?")
 
 @dataclass(frozen=True)
 class Job:
-    """What a job takes, and how often it fails, in seconds; failures come at random, in starts and saves, too.
+    """What a job takes, and how often it fails, in seconds; failures come at random, in starts and saves, too."""
 
-    Attributes:
-        mtbf: mean time between failures of the whole job: that of a worker over their number.
-        step: of a step. save: that a save holds up training. background: from there until the checkpoint is complete,
-            beside the next steps; the next save waits for that.
-        restart: from a failure to the begin of the first new step, without loading. load: of a checkpoint.
-        from_disk: part of the failures, above 0, after which the state is read from disk. After the others it is in the
-            memory of other machines, and only the step that ran is lost.
-        preempted: mean time between preemptions, before which the job saves.
-    """
-
-    mtbf: float
+    mtbf: float  # mean time between failures of the whole job: that of a worker over their number
     step: float
-    save: float
-    background: float = 0.0
-    restart: float = 0.0
+    save: float  # that a save holds up training
+    background: float = 0.0  # from there until the checkpoint is complete, beside steps; the next save waits for that
+    restart: float = 0.0  # from a failure to the begin of the first new step, without `load`, which is of a checkpoint
     load: float = 0.0
-    from_disk: float = 1.0
-    preempted: float = math.inf
+    from_disk: float = 1.0  # part of the failures, above 0, after which `load` is needed: after others, of which the
+    # state is in the memory of other machines, only the step that ran is lost
+    preempted: float = math.inf  # mean time between preemptions, before which the job saves
 
 
 def seconds_of(text):
@@ -51,10 +42,8 @@ def best_interval(job):
     """Steps between checkpoints for the highest ETTR, at least 1; also so many that a save never waits for another.
 
     J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", FGCS 22 (2006), eq. 37,
-    with the failures that read from disk: after others the age of a checkpoint doesn't matter.
-
-    Raises:
-        ValueError: `from_disk` is out of its range.
+    with the failures that read from disk: after others the age of a checkpoint doesn't matter. `ValueError` where
+    `from_disk` is out of its range.
     """
     if not 0 < job.from_disk <= 1:
         raise ValueError(f"from_disk: {job.from_disk:g}: give a part of the failures, above 0 and at most 1")
@@ -74,11 +63,7 @@ def draw_failures(job, count, seed):
 
 def simulate(job, interval, failures):
     """A job that saves every `interval` steps, from its first start to its last failure; a checkpoint counts once it is
-    complete. A failure takes one operation on numbers, whatever lies before it.
-
-    Args:
-        job: the `Job`, of which the times of failures aren't read.
-        failures: at least one, as of `draw_failures`.
+    complete. The `failures`, at least one, are as of `draw_failures`; the job's times of them aren't read.
 
     Returns:
         A dict: `steps` that count; `wall`, seconds; `ettr`, `saving`, `restarting`, `lost`, parts of that; `restarts`;
@@ -110,11 +95,7 @@ def simulate(job, interval, failures):
 
 
 def costs_of(rows):
-    """The times `step`, `save` and `background` of a `Job`, a dict, by rows of metrics.jsonl.
-
-    Raises:
-        ValueError: no row has the seconds of a save.
-    """
+    """The times `step`, `save` and `background` of a `Job` by rows of metrics; `ValueError` where none is of a save."""
     saves, writing = ([row[name] for row in rows if name in row] for name in ("save_seconds", "write_seconds"))
     if not saves:
         raise ValueError("no checkpoint was saved")

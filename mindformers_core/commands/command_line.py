@@ -8,6 +8,7 @@ from functools import partial
 
 from mindformers_core.commands.compare import compare_runs
 from mindformers_core.commands.ending import end_by
+from mindformers_core.commands.recovering import recovery
 
 _DESCRIPTION = "Train Llama-style models from a YAML recipe, on a mesh, and generate with them."
 
@@ -80,7 +81,8 @@ def _parser():
     add("--keep", metavar="FOLDER", help="keep there what recipes record")
     add("--perturbed", metavar="FOLDER", help="A's run, recorded with monitor.perturb=1")
     add("overrides", nargs="*", metavar="section.key=value", help="keys of both recipes; a:… or b:… of one")
-    add = command("recovery", _recovery, "what failures cost a job, and the best interval between its checkpoints")
+    text = "what failures cost a job, and the best interval between its checkpoints"
+    add = command("recovery", lambda arguments: print(recovery(arguments)), text)
     for flag, (text, options) in _RECOVERY.items():
         add(f"--{flag}", help=text, **options)
     folder = argparse.ArgumentParser(add_help=False)
@@ -114,7 +116,6 @@ _RECOVERY = {  # flag: help, other arguments of add_argument; times are texts
     "load": ("time of loading a checkpoint from disk (default 0)", {}),
     "from_disk": ("part of the failures after which the state isn't in memory (default 1)", {"type": float}),
     "preempted": ("mean time between preemptions, before which the job saves (default: none)", {}),
-    "seed": ("of the failures (default 0)", {"type": int, "default": 0}),
     "json": ("all figures, in seconds and parts of the wall time", {"action": "store_true"}),
 }
 
@@ -183,12 +184,6 @@ def _diff(arguments):
 
     sources = arguments.run_a, arguments.run_b
     return 0 if diff(sources, arguments.overrides, arguments.steps, arguments.keep, arguments.perturbed) else 1
-
-
-def _recovery(arguments):
-    from mindformers_core.commands.recovering import recovery
-
-    print(recovery(arguments))
 
 
 def _look_at(function, arguments):

@@ -5,9 +5,8 @@ import sys
 import traceback
 
 from mindformers_core.scopes import origin_of
-from mindformers_core.supervised import tell_end
+from mindformers_core.supervised import DEFECT, USER, tell_end
 
-_USER, _DEFECT = 2, 70  # the second is EX_SOFTWARE of sysexits.h
 _OF_THE_MACHINE = (OSError, ImportError, MemoryError)  # files, packages and memory are the user's wherever they lack
 _DEPENDENCIES = ("mindspore", "numpy", "scipy", "yaml")
 
@@ -15,16 +14,14 @@ _DEPENDENCIES = ("mindspore", "numpy", "scipy", "yaml")
 def end_by(error):
     """Report the error that ends a command on stderr, and to the ranks that wait for this one.
 
-    An error that a `raise` statement or the machine made is a line, others come with their traceback, with the
-    environment variable MINDFORMERS_DEBUG=1 all.
+    Where a `raise` statement or the machine made it, it is a line, else, or with the environment variable
+    MINDFORMERS_DEBUG=1, it comes with its traceback.
 
     Returns:
-        The exit code: 2 for the user's mistake: an error that a `raise` statement made, that comes from the user's own
-        code, or of files, packages and memory; 70 for any other, which is a defect of ours; 75 where another rank has
-        begun the end.
+        The exit code: 2 for these, and for errors in the user's own code; 70 for any other, which is a defect of ours;
+        75 where another rank has begun the end.
     """
-    is_of_machine = isinstance(error, _OF_THE_MACHINE)
-    origin = "raise" if is_of_machine else origin_of(error)
+    origin = "raise" if isinstance(error, _OF_THE_MACHINE) else origin_of(error)
     if origin != "raise" or os.environ.get("MINDFORMERS_DEBUG"):
         traceback.print_exception(error)
     text = str(error) if origin == "raise" else f"{type(error).__name__}: {error}"
@@ -36,9 +33,8 @@ def end_by(error):
     if origin == "package":
         text = f"not foreseen by mindformers_core: {text}: please report it, with the traceback above"
     print(f"error: {text}", file=sys.stderr)
-    code, world = _DEFECT if origin == "package" else _USER, sys.modules.get("mindformers_core.communication.world")
-    watch = world and world.process_state().watch
-    if watch:
+    code, world = DEFECT if origin == "package" else USER, sys.modules.get("mindformers_core.communication.world")
+    if world and (watch := world.process_state().watch):
         return watch.fail(error, code)
     tell_end(f"{type(error).__name__}: {error}", code)
     return code

@@ -18,8 +18,7 @@ def recovery(arguments):
     """The report of the parsed `arguments`, a text: a row for each interval, of a job with 4,000 failures.
 
     Raises:
-        ValueError: a time is missing, or `from_disk` out of its range; a run that has saved nothing. FileNotFoundError:
-            the run has no metrics.
+        ValueError: a time is missing, or wrong; a run that has saved nothing. FileNotFoundError: it has no metrics.
     """
     given = {}
     for entry in fields(Job):
@@ -34,7 +33,7 @@ def recovery(arguments):
     job = Job(**given | {"mtbf": given["mtbf"] / arguments.workers})
     daly = best_interval(job)
     grid = sorted({max(1, round(daly * 2 ** (place / 2))) for place in _GRID})
-    found = {interval: simulate(job, interval, draw_failures(job, _FAILURES, arguments.seed)) for interval in grid}
+    found = {interval: simulate(job, interval, draw_failures(job, _FAILURES, seed=0)) for interval in grid}
     best = max(found, key=lambda interval: found[interval]["ettr"])
     if arguments.json:
         rows = [{"interval": interval, **each} for interval, each in found.items()]

@@ -1,8 +1,8 @@
 """Generated modules in files: `save_source` and `load_source`. What a plan has is a number there: the reader has it."""
 
-import hashlib
 import io
 import pickle
+from hashlib import sha256
 
 from mindformers_core.files import write_whole
 from mindformers_core.generation.module_source import distinct_plans
@@ -15,7 +15,7 @@ def save_source(source, path):
     pickler = pickle.Pickler(buffer)
     pickler.persistent_id = lambda each: numbers.get(id(each))
     pickler.dump(source)
-    write_whole(path, _checksum(buffer.getvalue()) + buffer.getvalue())
+    write_whole(path, sha256(buffer.getbuffer()).digest() + buffer.getvalue())
 
 
 def load_source(path, plan):
@@ -26,7 +26,7 @@ def load_source(path, plan):
     """
     with open(path, "rb") as file:
         checksum, contents = file.read(32), file.read()
-    if checksum != _checksum(contents):
+    if checksum != sha256(contents).digest():
         raise ValueError(f"{path} is damaged: its contents have another checksum")
     unpickler = pickle.Unpickler(io.BytesIO(contents))
     unpickler.persistent_load = _parts(plan).__getitem__
@@ -35,12 +35,5 @@ def load_source(path, plan):
 
 def _parts(plan):
     """All that a `ModuleSource` may refer to in its plan, in order."""
-    return [
-        part
-        for each in distinct_plans(plan)
-        for part in (each, *each.instructions, *each.graph.constants, *each.graph.kept)
-    ]
-
-
-def _checksum(contents):
-    return hashlib.sha256(contents).digest()
+    plans = distinct_plans(plan)
+    return [part for each in plans for part in (each, *each.instructions, *each.graph.constants, *each.graph.kept)]

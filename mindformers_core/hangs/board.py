@@ -25,7 +25,7 @@ RING, MOST_TEXT, _REPORT = 32, 1 << 15, 1 << 16  # records of a slot; bytes: of 
 MOST_ERROR = 1 << 10  # bytes of a rank's error
 _REPORTING, _STEPS = (1, 0), (1, 1)  # length and place of what is locked in the file
 _STACK_TIME = 0.5  # seconds in which a rank writes its stack
-_STATES = {"Z": "dead", "X": "dead", "T": "stopped", "t": "stopped"}  # of a process, by the kernel's letter
+_STATES = {"": "dead", "Z": "dead", "X": "dead", "T": "stopped", "t": "stopped"}  # by the letter of `process_state`
 
 
 class _Record(ctypes.Structure):
@@ -70,6 +70,18 @@ class _Report(ctypes.Structure):
     """The report, complete once its `poster` is set: a rank + 1."""
 
     _fields_ = [("poster", ctypes.c_int64), ("text", ctypes.c_char * _REPORT)]
+
+
+def process_state(pid):
+    """The kernel's letter for a process's state, its exit code (negative: a signal's number) where it has ended and
+    nobody has noticed, else 0, and CPU seconds of all its threads; `("", 0, 0.0)` where there is none.
+    """
+    with suppress(OSError), open(f"/proc/{pid}/stat") as file:
+        letter, *fields, status = file.read().rpartition(")")[2].split()
+        status = int(status) if letter in "ZX" else 0  # that of a stopped process is the signal
+        seconds = sum(map(int, fields[10:12])) / os.sysconf("SC_CLK_TCK")  # of the user and the system
+        return letter, -(status & 0x7F) or status >> 8, seconds
+    return "", 0, 0.0
 
 
 def join_board(name, size):
@@ -127,23 +139,16 @@ class Board:
         """`(state, exit code)` of a rank, see `RankState`. The code is 0 once the launcher has noticed the end."""
         if self.slots[rank].ended:
             return "ended", 0
-        try:
-            with open(f"/proc/{self.slots[rank].pid}/stat") as file:
-                fields = file.read().rpartition(")")[2].split()
-        except OSError:
-            return "dead", 0
-        state, status = _STATES.get(fields[0], "running"), int(fields[-1])
-        return state, (-(status & 0x7F) or status >> 8) if state == "dead" else 0
+        letter, code, _ = process_state(self.slots[rank].pid)
+        return _STATES.get(letter, "running"), code
 
     def computed(self, rank):
         """CPU seconds for a second that a rank has been in a compiled function; 0 outside of one."""
         record = self.current(rank)
         if record is None or record.kind != b"compiled":
             return 0.0
-        with suppress(OSError), open(f"/proc/{self.slots[rank].pid}/stat") as file:
-            ticks = sum(map(int, file.read().rpartition(")")[2].split()[11:13]))  # of all threads, user and system
-            return (ticks / os.sysconf("SC_CLK_TCK") - record.computed) / (time.monotonic() - record.since)
-        return 0.0
+        letter, _, seconds = process_state(self.slots[rank].pid)
+        return (seconds - record.computed) / (time.monotonic() - record.since) if letter else 0.0
 
     def history(self, rank):
         """The last `Issued` of a rank, oldest first."""
@@ -203,8 +208,7 @@ class Board:
         Returns:
             Whether this rank has posted it.
         """
-        with suppress(BlockingIOError):
-            fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB, *_REPORTING)
+        with suppress(BlockingIOError), self._locked(_REPORTING, fcntl.LOCK_NB):
             try:
                 text = "" if self.report else explain_hang(self.states(), self.size)
             except Exception as error:  # all ranks have to end, whatever they have written
@@ -213,18 +217,17 @@ class Board:
                 self._report.text = text.encode()[: _REPORT - 1]
                 self._report.poster = rank + 1
                 self.hide()  # the ranks may be killed now
-            fcntl.lockf(self.file, fcntl.LOCK_UN, *_REPORTING)
         return self.is_poster(rank)
 
     def ask_to_leave(self, rank):
         """Ask all ranks, for a rank, to leave after the first step that none of them has ended yet."""
-        with self._steps_locked():
+        with self._locked(_STEPS):
             own = self.slots[rank]
             own.leaves_after = own.leaves_after or 1 + max(slot.step for slot in self.slots)
 
     def leave_after(self, rank, step):
         """Whether the ranks of this host leave after a step, which a rank has ended: one answer on all of them."""
-        with self._steps_locked():
+        with self._locked(_STEPS):
             self.slots[rank].step = step
             return any(0 < slot.leaves_after <= step for slot in self.slots)
 
@@ -233,9 +236,9 @@ class Board:
         self.slots[rank].step = self.slots[rank].leaves_after = 0
 
     @contextmanager
-    def _steps_locked(self):
-        fcntl.lockf(self.file, fcntl.LOCK_EX, *_STEPS)
+    def _locked(self, what, how=0):
+        fcntl.lockf(self.file, fcntl.LOCK_EX | how, *what)
         try:
             yield
         finally:
-            fcntl.lockf(self.file, fcntl.LOCK_UN, *_STEPS)
+            fcntl.lockf(self.file, fcntl.LOCK_UN, *what)

@@ -30,7 +30,6 @@ _RAISED = 6.0  # seconds that an error waits for the report at most
 _IDLE = 0.3  # CPU seconds in a second that a rank which waits in a compiled function takes at most
 _START = 30.0  # least deadline in seconds of the start, which differs by as much on a busy machine
 _BEGUN = 1.0  # seconds in which other ranks begin to wait for one that fails
-_RAISED_CODE = 1  # Python's exit code after an error
 
 
 class Watch:
@@ -111,7 +110,7 @@ class Watch:
         """The process's `sys.excepthook`."""
         self._hook(kind, error, traceback)
         if os.getpid() == self._slot.pid and issubclass(kind, Exception):
-            self.fail(error, _RAISED_CODE)
+            self.fail(error, 1)  # Python's exit code
 
     def _leave(self):
         """At the end of the process: MindSpore's own end would wait for ranks, or a scheduler, that are gone."""
@@ -197,9 +196,9 @@ class Watch:
     def _end(self):
         """End the process at once, after that which has failed: its threads wait for other ranks."""
         self._tell_report()
-        end = time.monotonic() + _ALL_REPORTED
-        failing = [rank for rank in self.board.ranks() if self.board.slots[rank].error]
-        while self._code == FOR_OTHERS and any(map(self._runs, failing)) and time.monotonic() < end:
+        end = time.monotonic() + _ALL_REPORTED * (self._code == FOR_OTHERS)
+        failing, runs = [rank for rank in self.board.ranks() if self.board.slots[rank].error], ("running", "ended")
+        while any(self.board.state(rank)[0] in runs for rank in failing) and time.monotonic() < end:
             time.sleep(0.02)
         if self._code == FOR_OTHERS and any(slot.raised for slot in self.board.slots):
             time.sleep(_BY_ITSELF)  # the launcher looks now and then, and ends all others with the first that it sees
@@ -213,6 +212,3 @@ class Watch:
     def _tell_report(self):
         if self._code == FOR_OTHERS and self.board.report:
             tell_end(self.board.report.partition("\n")[0], self._code)
-
-    def _runs(self, rank):
-        return self.board.state(rank)[0] in ("running", "ended")

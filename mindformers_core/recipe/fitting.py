@@ -10,29 +10,23 @@ def fitting_ranks(path, overrides, whole, available, least=1):
     Tensor, context and pipeline parallelism stay, and so do the samples of a step: dp ranks have other shares of them.
 
     Args:
-        path, overrides: of the recipe, as of `load_recipe`.
-        whole: the number of ranks that it is meant for.
-        available: how many there are; least: with how many it may go on.
-
-    Returns:
-        `(ranks, overrides)`.
+        path, overrides: as of `load_recipe`, whose errors it raises.
+        whole, available, least: ranks that it is meant for, that there are, and with which it may go on.
 
     Raises:
-        ValueError: none of these numbers fits, with the reason of the largest one. Other errors as of `load_recipe`.
+        ValueError: none of these numbers fits, with the reason of the largest one.
     """
     recipe = load_recipe(path, overrides)
-    shape = mesh_shape(recipe, whole)
-    sizes, dp = recipe.parallelism, shape[1]
-    copy, samples, reason = whole // dp, batch_plan(recipe, dp).samples, ""
-    shard = dp // sizes.data_parallel_replicate
+    sizes, dp = recipe.parallelism, mesh_shape(recipe, whole)[1]
+    copy, shard, reason = whole // dp, dp // sizes.data_parallel_replicate, ""
     for ranks in range(available // copy * copy, max(least, 1) - 1, -copy):
         left = ranks // copy
-        keeps = left % shard == 0  # what a rank holds stays
+        replicate = left // shard if left % shard == 0 else 1  # what a rank holds stays where it can
         changed = [
-            f"training.global_batch_size={samples}",
+            f"training.global_batch_size={batch_plan(recipe, dp).samples}",
             "training.gradient_accumulation_steps=null",
-            f"parallelism.data_parallel_replicate={left // shard if keeps else 1}",
-            f"parallelism.data_parallel_shard={shard if keeps else left}",
+            f"parallelism.data_parallel_replicate={replicate}",
+            f"parallelism.data_parallel_shard={left // replicate}",
         ]
         if left == sizes.context_parallel == 1:  # nothing is sharded among one
             keys = ("zero_level=0", "reshard_after_forward=null", "gradient_accumulation_shard=null")

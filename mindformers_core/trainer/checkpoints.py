@@ -80,10 +80,7 @@ def _check_adapters(section, checkpoint):
 
 
 def resume(job, checkpoint):
-    """Give `job` the tensors of a `Checkpoint`, and its state, unless weights only are taken; rank 0 says what.
-
-    Returns:
-        The `LoadReport` of this rank.
+    """Give `job` the tensors of a `Checkpoint`, and its state, unless weights only are taken; returns the `LoadReport`.
 
     Raises:
         ValueError: on all ranks: tensors that differ from the model's, a damaged file, another seed or length of
@@ -124,10 +121,9 @@ def resume(job, checkpoint):
 
 
 def fill(checkpoint, parts, recipe, mesh, rank, converts=True):
-    """Fill Parameters, a dict, `Part` -> Parameter, with the tensors of a `Checkpoint`; all ranks of `mesh` call this.
+    """Fill Parameters, a dict, `Part` -> Parameter, with the tensors of a `Checkpoint`: the `LoadReport` of this rank.
 
-    Returns:
-        The `LoadReport` of this rank.
+    All ranks of `mesh` call this.
 
     Raises:
         ValueError: on all ranks: tensors that differ from the model's, a damaged file. OSError: one can't be read.
@@ -188,8 +184,7 @@ def save_job(job, settles=False):
         settles: whether to wait until it is written, also with `checkpoint.async_save`, as after the last step.
 
     Returns:
-        The folder of the new checkpoint, which is still being written where it isn't settled; None where it isn't
-        saved, and the recipe says to go on.
+        Its folder, which is still being written where it isn't settled; None where it isn't saved, and the job goes on.
 
     Raises:
         SaveError: on all ranks; with `checkpoint.async_save` also that of the checkpoint before this one.

@@ -22,11 +22,7 @@ class KeptPrograms:
     A file's name is a hash of all that its contents follow from: the captured graph, with global shapes and source
     lines, mesh, layouts, declarations, device model, activations; MindSpore's version, the code of this package and of
     operators' rules. So what a rank reads is what it would make, whatever other ranks do, and nothing is out of date.
-    Captures are made at each start: they tell which program it is.
-
-    Args:
-        folder: the run folder.
-        rank: this one's number; rank 0 tells what was taken.
+    Captures are made at each start: they tell which program it is. Rank 0 tells what was taken.
     """
 
     def __init__(self, folder, rank):
@@ -46,8 +42,7 @@ class KeptPrograms:
         self._keys[graph] = key
 
         def loaded(file):
-            plan = load(file, *given)
-            if plan.device_model != device_model:
+            if (plan := load(file, *given)).device_model != device_model:
                 raise ValueError(f"{file} is damaged: it has another device model")
             return plan
 
@@ -64,8 +59,8 @@ class KeptPrograms:
         for path, each in plan.walk():
             keepers = [(index, each.keepers.get(entry)) for index, entry in enumerate(each.instructions)]
             passed.append((path, places.setdefault(each, len(places)), keepers))
-        name = f"source_{_hash((self._keys[graph], facts, passed))}.pickle"
-        return self._of_file(name, partial(load_source, plan=plan), make, save_source)
+        key = _hash((self._keys[graph], facts, passed))
+        return self._of_file(f"source_{key}.pickle", partial(load_source, plan=plan), make, save_source)
 
     def write(self):
         """Write what is new, once the run folder is there; tell what was taken, once."""
@@ -84,9 +79,7 @@ class KeptPrograms:
     def _of_file(self, name, load, make, save):
         path, found = os.path.join(self._folder, name), None
         try:
-            found = load(path)
-        except FileNotFoundError:
-            pass
+            found = load(path) if os.path.exists(path) else None
         except (OSError, ValueError) as error:
             print(f"warning: {error}: it is made anew", flush=True)
         self._taken.append(found is not None)

@@ -12,20 +12,14 @@ from mindformers_core.supervised import FOR_OTHERS
 
 
 class Leaving:
-    """While open as a context, in the main thread, SIGTERM asks all ranks to leave.
+    """While open as a context, in the main thread, SIGTERM asks all ranks of a mesh, of which this is one, to leave.
 
-    Args:
-        mesh, rank: of the job, and this rank's number.
-        grace: seconds after a SIGTERM in which this process ends at the latest, with code 75.
-
-    Attributes:
-        asked: whether this process got the signal.
+    `grace` seconds after the signal this process ends in any case, with code 75.
     """
 
     def __init__(self, mesh, rank, grace):
-        self._ranks, self._is_alone = ranks_of(mesh, rank), mesh.size == 1
-        self._grace, self._before, self.asked = grace, None, False
-        self._watch = process_state().watch
+        self._ranks, self._is_alone, self._grace = ranks_of(mesh, rank), mesh.size == 1, grace
+        self._asked, self._before, self._watch = False, None, process_state().watch
         self._board = self._watch and self._watch.board
 
     def __enter__(self):
@@ -34,16 +28,15 @@ class Leaving:
         return self
 
     def __exit__(self, *_):
-        with suppress(ValueError):
-            if self._before is not None:
-                signal.signal(signal.SIGTERM, self._before)
+        if self._before is not None:
+            signal.signal(signal.SIGTERM, self._before)
         if self._board is not None:
             self._board.forget_steps(self._ranks.rank)
 
     def _hear(self, number, frame):
-        if self.asked:  # launchers pass on what every process of a job may have got
+        if self._asked:  # launchers pass on what every process of a job may have got
             return
-        self.asked = True
+        self._asked = True
         if self._board is not None:
             self._board.ask_to_leave(self._ranks.rank)
         end = threading.Timer(self._grace, os._exit, (FOR_OTHERS,))
@@ -51,16 +44,14 @@ class Leaving:
         end.start()
 
     def is_due(self, step, gathers):
-        """Whether to leave after a step; all ranks ask after each step, and get one answer.
-
-        Where the ranks of a job are on one host, that costs no communication. Else they tell each other in a step that
-        `gathers` anyway.
+        """Whether to leave after a step; all ranks ask after each, and get one answer: on one host without
+        communication, else in a step that `gathers` anyway.
         """
         if self._is_alone:
-            return self.asked
+            return self._asked
         if self._board is not None and len(self._board.ranks()) == self._board.size:
             return self._board.leave_after(self._ranks.rank, step)
-        return gathers and any(self._ranks.gather(self.asked).values())
+        return gathers and any(self._ranks.gather(self._asked).values())
 
     def leave(self, step, newest):
         """End this process by `SystemExit`, with code 75, when all ranks have come here; `newest`: the checkpoint."""

@@ -67,34 +67,27 @@ class Pace:
     """Finds the rank that the others wait for, by the seconds of a step in which each doesn't wait."""
 
     def __init__(self, rank):
-        self._rank, self._seconds, self._told = rank, deque(maxlen=_MOST), None
-
-    def add(self, seconds):
-        """A step has taken this rank so long, without waiting for others."""
-        self._seconds.append(seconds)
+        self._rank, self._told, self._steps = rank, None, deque(maxlen=_MOST)
+        self.add = self._steps.append  # the seconds that a step has taken this rank, without waiting for others
 
     @property
     def seconds(self):
         """Of a step of the last ones; None before there are a few."""
-        return median(self._seconds) if len(self._seconds) >= _FEW else None
+        return median(self._steps) if len(self._steps) >= _FEW else None
 
     def told(self, everywhere):
-        """What the row of a step has about a slow rank: a dict. Rank 0 says who it is, once.
-
-        Args:
-            everywhere: rank -> its `seconds`.
-        """
-        slow = slow_rank(everywhere)
-        if self._rank == 0 and slow and slow[0] != self._told:
-            print("warning: rank {} is slow: a step takes it {:.3g} s, the others {:.3g} s".format(*slow), flush=True)
+        """What the row of a step has about a slow rank, by a dict, rank -> `seconds`: a dict. Rank 0 says it once."""
+        slow, before = slow_rank(everywhere), self._told
         self._told = slow and slow[0]
+        if self._rank == 0 and self._told not in (None, before):
+            print("warning: rank {} is slow: a step takes it {:.3g} s, the others {:.3g} s".format(*slow), flush=True)
         return {"slow_rank": slow[0], "slow_seconds": slow[1]} if slow else {}
 
 
 def slow_rank(everywhere):
     """`(rank, its seconds, the median of the others)` where it takes 1.5 times as long as they do; else None. Pure."""
-    rank = max(everywhere, key=lambda each: everywhere[each] or 0.0)
-    others = [seconds for each, seconds in everywhere.items() if each != rank]
-    if not others or None in everywhere.values() or everywhere[rank] <= _SLOW * median(others):
+    if len(everywhere) == 1 or None in everywhere.values():
         return None
-    return rank, everywhere[rank], median(others)
+    rank = max(everywhere, key=everywhere.get)
+    others = median(seconds for each, seconds in everywhere.items() if each != rank)
+    return (rank, everywhere[rank], others) if everywhere[rank] > _SLOW * others else None

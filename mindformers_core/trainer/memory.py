@@ -15,10 +15,6 @@ class JobMemory:
     """The states of a job in the memory that the supervisors of its machines hold; all ranks call the methods alike.
 
     Where all ranks are on one machine, each process counts as one.
-
-    Args:
-        recipe: of the job.
-        mesh, rank: of all its ranks, and this one's number.
     """
 
     def __init__(self, recipe, mesh, rank):
@@ -26,13 +22,11 @@ class JobMemory:
         if not recipe.checkpoint.replicas:
             return
         places = self._ranks.gather((socket.gethostname(), os.environ.get(MEMORY)))
-        if any(root is None for _, root in places.values()):
+        if None in dict(places.values()).values():
             self._say("warning: checkpoint.replicas has no effect, since no supervisor holds memory: set RESTARTS=N")
             return
-        is_alone = len({host for host, _ in places.values()}) == 1
-        machines = {
-            each: (host, os.path.join(root, str(each) if is_alone else "all")) for each, (host, root) in places.items()
-        }
+        name = "{}" if len({host for host, _ in places.values()}) == 1 else "all"
+        machines = {each: (host, os.path.join(root, name.format(each))) for each, (host, root) in places.items()}
         self._store = MemoryStore(self._ranks, machines)
 
     def newest(self, recipe):
@@ -74,18 +68,12 @@ class JobMemory:
             self._say(f"read {memory:,} bytes from memory, {disk:,} bytes from disk")
 
     def reserve(self, job):
-        """Plan what is kept where, before the first step.
-
-        Raises:
-            OSError: on all ranks: the memory isn't enough.
-        """
+        """Plan what is kept where, before the first step; `OSError` on all ranks where the memory isn't enough."""
         if self._store is not None:
             self._store.plan(list(job.checkpointer.parts()))
 
     def take_facts(self):
-        """Numbers for the row of a step, once: `replica_seconds` that `keep` took after the step before; the bytes that
-        all ranks have read at the start, `loaded_from_memory` and `loaded_from_disk`.
-        """
+        """Numbers for the row of a step, once: seconds of `keep` after the step before; bytes read by `resume`."""
         found, self._facts = self._facts, {}
         return found
 
@@ -95,11 +83,7 @@ class JobMemory:
         return self._store is not None and job.step % every == 0 and job.step < last
 
     def keep(self, job):
-        """Keep the state of a job in memory.
-
-        Raises:
-            SaveError, FloatingPointError: as of `save_job`. ValueError: as of `MemoryStore.keep`.
-        """
+        """Keep the state of a job in memory. Errors as of `save_job`, and `ValueError` as of `MemoryStore.keep`."""
         started = time.perf_counter()
         parts, documents = job.checkpointer.contents(job.step, *contents_of(job))
         try:

@@ -28,7 +28,7 @@ from mindformers_core.recipe.sections import batch_plan
 from mindformers_core.scopes import errors_at
 from mindformers_core.sharding.replicas import check_replicas
 from mindformers_core.sharding.sharded_cells import tree_of
-from mindformers_core.supervised import step_counter, tell
+from mindformers_core.supervised import step_counter
 from mindformers_core.trainer import records
 from mindformers_core.trainer.cells import build_cells, check_patterns, loss_scale_of, placed_of
 from mindformers_core.trainer.checkpoints import checkpointer_of, going_on, reserve_memory, save_job
@@ -311,7 +311,7 @@ class Trainer:
         found, ranks = [], ranks_of(self.mesh, self.rank)
         with records.record_errors(self.recipe.training.output_dir):
             on_all_ranks(ranks, lambda: found.extend(self._writers(held)) if self.rank == 0 else None)
-        tell("run", {"saves": self.recipe.checkpoint.enable_save})  # each rank, to the supervisor of its machine
+        self._told[2] = 1 + self.recipe.checkpoint.enable_save  # each rank, to the supervisor of its machine
         gathered = ranks.gather({name: astuple(each) for name, each in placed_of(self.recipe, self.cells).items()})
         placed = {name: Placed(*each) for own in gathered.values() for name, each in own.items()}
         if self.rank == 0:

@@ -1,11 +1,11 @@
-"""Which rank keeps which boxes of a job's state in memory: each on two machines, with the fewest bytes sent. Pure
-Python.
-"""
+"""Which rank keeps which boxes of a job's state in memory: each on two machines, few bytes are sent. Pure Python."""
+
+from dataclasses import replace
 
 from mindformers_core.checkpoint.moves import Move
 from mindformers_core.checkpoint.parts import PIECE_BYTES, boxes_of
 from mindformers_core.checkpoint.regions import balanced, overlap
-from mindformers_core.checkpoint.save import Piece, SavePlan, plan_save
+from mindformers_core.checkpoint.save import SavePlan, plan_save
 from mindformers_core.grouping import grouped
 
 
@@ -14,16 +14,12 @@ def plan_memory(everywhere, machines, piece_bytes=PIECE_BYTES):
     of any other one a copy goes to the next machine, in the order of their first ranks.
 
     Args:
-        everywhere: a dict, rank -> list of `Part`s.
+        everywhere, piece_bytes: as of `plan_save`, which says what errors there are.
         machines: a dict, rank -> its machine.
-        piece_bytes: bytes of a box at most.
 
     Returns:
-        The `SavePlan` of all machines, in which each box is twice, and a list of `Move`s, of those that their second
-        rank doesn't hold. With one machine each box is there once.
-
-    Raises:
-        ValueError: as of `plan_save`.
+        The `SavePlan` of all machines, in which each box is twice (with one machine once), and a list of `Move`s, of
+        those that their second rank doesn't hold.
     """
     whole, boxes, neighbours = plan_save(everywhere, piece_bytes=piece_bytes), boxes_of(everywhere), _next(machines)
     holders, offers = [], []
@@ -34,16 +30,14 @@ def plan_memory(everywhere, machines, piece_bytes=PIECE_BYTES):
     seconds = balanced([piece.nbytes for piece in whole.pieces], offers)
     pieces, moves = [], []
     for piece, held, second in zip(whole.pieces, holders, seconds, strict=True):
-        pieces += [Piece(piece.key, piece.placed, piece.box, rank) for rank in dict.fromkeys((piece.rank, second))]
+        pieces += [replace(piece, rank=rank) for rank in dict.fromkeys((piece.rank, second))]
         if second not in held:
             moves.append(Move(piece.key, piece.box, piece.rank, second, piece.nbytes))
     return SavePlan(whole.files, tuple(pieces)), moves
 
 
 def _next(machines):
-    """For each rank one of the next machine, a dict; itself where there is one machine."""
+    """For each rank one of the next machine, a dict."""
     ranks = list(grouped((machines[rank], rank) for rank in sorted(machines)).values())
-    if len(ranks) == 1:
-        return {rank: rank for rank in machines}
     following = zip(ranks, [*ranks[1:], ranks[0]])
     return {rank: others[place % len(others)] for own, others in following for place, rank in enumerate(own)}

@@ -16,7 +16,7 @@ from mindformers_core.checkpoint.memory.plan import plan_memory
 from mindformers_core.checkpoint.moves import plan_moves
 from mindformers_core.checkpoint.parts import Part, decode_parts, encode_parts, on_all_ranks, parts_of_all, tensors_of
 from mindformers_core.checkpoint.regions import shape_of
-from mindformers_core.checkpoint.save import SaveError, commit, make_files, piece_arrays, plan_save, save
+from mindformers_core.checkpoint.save import SaveError, piece_arrays, plan_save, save
 from mindformers_core.checkpoint.slices import WORDS, FileLayer, opened, read_box, write_box
 from mindformers_core.grouping import grouped
 from mindformers_core.hints import bytes_shown
@@ -25,9 +25,7 @@ from mindformers_core.hints import bytes_shown
 class MemoryStore:
     """The states of a job in memory; all ranks call the methods alike.
 
-    Args:
-        machines: rank -> (host, folder) of its machine; the folders of a host are in one folder.
-        files: the `FileLayer`.
+    `machines`: rank -> (host, folder) of its machine; the folders of a host are in one folder.
     """
 
     def __init__(self, ranks, machines, files=None):
@@ -40,8 +38,7 @@ class MemoryStore:
     def plan(self, parts):
         """What is kept where and sent, as of `plan_memory`, for this rank's `Part`s; the same as before for equal ones.
 
-        Raises:
-            OSError: on all ranks: the memory isn't enough. ValueError: see `plan_save`.
+        `OSError` on all ranks where the memory isn't enough; `ValueError` as of `plan_save`.
         """
         if any(self._ranks.gather(parts != self._parts).values()):
             planned = plan_memory(parts_of_all(self._ranks, parts), self._machines)
@@ -50,11 +47,7 @@ class MemoryStore:
         return self._planned
 
     def keep(self, step, parts, values, documents):
-        """Keep the state after a step, beside the last one that is whole; others are forgotten before.
-
-        Args:
-            step: its number.
-            parts, values, documents: as of `save`.
+        """Keep the state after a step, beside the last whole one; others are forgotten before. Arguments as of `save`.
 
         Raises:
             OSError: on all ranks: no memory. ValueError: see `plan_save`. The last whole state is as it was.
@@ -65,26 +58,17 @@ class MemoryStore:
         self.forget(but=self._newest)
         sent = piece_arrays([move for move in moves if move.sender == ranks.rank], parts, values)
         received = self._exchange(moves, {each.key: each.placed for each in whole.pieces}, lambda move: next(sent)[1])
-        save(
-            folder,
-            [*parts, *received],
-            lambda part: received.pop(part) if part in received else values(part),
-            {path: text.encode() for path, text in texts.items()},
-            ranks,
-            replace(whole, pieces=tuple(p for p in whole.pieces if machines[p.rank] == machines[ranks.rank])),
-            self._files,
-        )
+        here = replace(whole, pieces=tuple(p for p in whole.pieces if machines[p.rank] == machines[ranks.rank]))
+        given = {path: text.encode() for path, text in texts.items()}, ranks, here, self._files
+        taken = [*parts, *received]
+        save(folder, taken, lambda part: received.pop(part) if part in received else values(part), *given)
         self._newest = folder
 
     def find(self):
-        """Look for the newest state that all machines together have, and forget all others.
+        """Look for the newest state that all machines together have, and forget all others: `(checkpoint, text)`.
 
-        Returns:
-            `(checkpoint, text)`: the `Checkpoint`, of which `bring` brings the tensors; or None, and what there is
-            instead.
-
-        Raises:
-            OSError, ValueError: on all ranks: a list of what is kept is damaged.
+        That is the `Checkpoint`, of which `bring` brings the tensors; or None, and what there is instead. `OSError`,
+        `ValueError` on all ranks where a list of what is kept is damaged.
         """
         self._newest, self._sources, texts = None, {}, []
         found = self._on_first(self._described)
@@ -116,9 +100,8 @@ class MemoryStore:
             return {path.name: path.read_text() for path in paths if path.name != CHECKSUMS}
 
         def make_empty():
-            plan = replace(plan_save(self._sources), pieces=())
-            make_files(folder, plan, self._files)
-            commit(folder, plan, {}, {path: text.encode() for path, text in texts.items()}, self._files)
+            given, plan = {path: text.encode() for path, text in texts.items()}, plan_save(self._sources)
+            save(folder, [], None, given, plan=replace(plan, pieces=()), files=self._files)
 
         texts = on_all_ranks(self._ranks, documents)[giver]
         self._on_first(lambda: os.path.isdir(folder) or make_empty())
@@ -128,12 +111,8 @@ class MemoryStore:
     def bring(self, checkpoint, parts):
         """Bring into this machine's memory what its ranks need of the tensors: the fewest bytes, from other machines.
 
-        Args:
-            checkpoint: what `find` has returned.
-            parts: this rank's `Part`s.
-
-        Raises:
-            OSError, ValueError: on all ranks: no memory; tensors of another shape.
+        `checkpoint` is that of `find`, and `parts` are this rank's. `OSError`, `ValueError` on all ranks: no memory;
+        tensors of another shape.
         """
         targets, known, files, placed = {}, tensors_of(self._sources), self._files, checkpoint.tensors
         for rank, own in sorted(parts_of_all(self._ranks, parts).items()):
@@ -175,9 +154,7 @@ class MemoryStore:
             )
 
     def _described(self):
-        """The whole states of this machine: a list of (step, bytes on all machines, checksum of `state`, boxes here,
-        their checksums).
-        """
+        """The whole states here: (step, bytes on all machines, checksum of `state`, boxes here, their checksums)."""
         found = []
         for path in Path(self.folder).glob(f"step_*[0-9]/{CHECKSUMS}"):
             folder = str(path.parent)
@@ -190,12 +167,9 @@ class MemoryStore:
         return found
 
     def _exchange(self, moves, placed, read):
-        """Send boxes to other ranks: a dict, `Part` -> array, of those that come.
+        """Send boxes by the `Move`s of all ranks: a dict, `Part` -> array, of those that come.
 
-        Args:
-            moves: the `Move`s of all ranks.
-            placed: key -> `Placed`.
-            read: function of a move that this rank sends, called in their order: its array.
+        `placed`: key -> `Placed`; `read`: function of a move that this rank sends, called in their order: its array.
         """
         found = {}
 
