@@ -9,6 +9,7 @@ from mindspore import Tensor, amp
 
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.zero import LossScale, MixedPrecision, all_finite
+from mindformers_core.zero.loss_scale import is_finite
 
 DTYPES = (ms.float16, ms.float32, ms.bfloat16)
 
@@ -24,11 +25,11 @@ def numbers(values):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_one_element_that_is_not_finite_is_found(dtype):
     fine = tensor(np.full((3, 5), 60000.0), dtype)  # their sum is beyond float16, they aren't
-    assert all_finite(None, (fine, tensor(1.0, dtype))) is True
+    assert all_finite(None, (fine, tensor(1.0, dtype))) is is_finite(fine) is True
     for bad in (np.inf, -np.inf, np.nan):
         spoilt = np.ones((3, 5), np.float32)
         spoilt[2, 4] = bad
-        assert all_finite(None, [fine, tensor(spoilt, dtype)]) is False
+        assert all_finite(None, [fine, tensor(spoilt, dtype)]) is is_finite(tensor(spoilt, dtype)) is False
         assert all_finite(None, [tensor(bad, dtype), fine]) is False
 
 

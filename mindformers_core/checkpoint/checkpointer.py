@@ -30,7 +30,7 @@ from mindformers_core.communication.messages import MISSING, unlike
 from mindformers_core.grouping import grouped
 from mindformers_core.hints import first_of
 from mindformers_core.mesh import DeviceMesh
-from mindformers_core.zero.loss_scale import all_finite
+from mindformers_core.zero.loss_scale import is_finite
 
 _OWN = ("format", "step", "random_state")
 _PATIENCE = 60  # seconds
@@ -171,7 +171,7 @@ class Checkpointer:
 
     def _check(self, parts, step):
         """Raise an error, on all ranks, for tensors that can't be saved; make the plan anew where there are others."""
-        odd = [part.name for part in parts if "float" in part.dtype and not all_finite(None, (parts[part],))]
+        odd = [part.name for part in parts if "float" in part.dtype and not is_finite(parts[part])]
         alike = {} if self._optimizer is None else states_alike(self._optimizer)
         sums = {name: zlib.crc32(value) for name, value in alike.items()}
         gathered = self._ranks.gather((odd, sums, self._parts != list(parts)))

@@ -12,7 +12,7 @@ from mindformers_core.optimizers.grouped import GroupedOptimizer
 from mindformers_core.tensor_parallel import jit
 from mindformers_core.tensor_parallel.clipping import ClipByGlobalNorm
 from mindformers_core.trainer.passes import pipeline_passes
-from mindformers_core.zero.loss_scale import all_finite
+from mindformers_core.zero.loss_scale import is_finite
 
 
 def step_parts(recipe, mesh, cells, loss_scale=None):
@@ -89,7 +89,7 @@ def step_function(recipe, mesh, cells, loss_scale=None):
         number = float((norm + loss * 0).asnumpy())
         if not math.isfinite(number):
             pairs = zip(reversed(optimizer.parameters), reversed(gradients))
-            names = [parameter.name for parameter, each in pairs if not all_finite(None, (each,))]
+            names = [parameter.name for parameter, each in pairs if not is_finite(each)]
             return loss, float(norm.asnumpy()), names, row
         before_update()
         update(norm, *scalars, *gradients)

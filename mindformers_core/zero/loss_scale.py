@@ -3,6 +3,7 @@
 import mindspore as ms
 from mindspore import Tensor, amp, ops
 
+from mindformers_core.algorithms.compiled import on_cpu
 from mindformers_core.communication import communicator
 from mindformers_core.sharding.whole_tensors import of_this_rank
 
@@ -16,14 +17,26 @@ def all_finite(mesh, tensors):
         mesh: the `DeviceMesh`; None checks this rank alone.
         tensors: this rank's tensors; an empty tuple is finite.
     """
-    on_cpu = ms.get_context("device_target") == "CPU"  # without a kernel for bfloat16
-    tensors = tuple(ops.cast(each, ms.float32) if on_cpu and each.dtype == ms.bfloat16 else each for each in tensors)
+    tensors = tuple(map(_for_kernels, tensors))
     with of_this_rank():
         finite = not tensors or bool(amp.all_finite(tensors))  # MindSpore's fails for none
     if mesh is None:
         return finite
     sum_over_all = communicator(mesh).make("all_reduce", mesh.axis_names, op="sum")
     return sum_over_all(Tensor(0.0 if finite else 1.0, ms.float32)).item() == 0.0
+
+
+def is_finite(tensor):
+    """Whether no element of a tensor is infinite or NaN, on this rank alone. PyNative.
+
+    `all_finite` compiles a graph for every new shape, which takes as long as hundreds of such calls.
+    """
+    return bool(ops.isfinite(_for_kernels(tensor)).all())
+
+
+def _for_kernels(tensor):
+    """In float32 on CPU, which has no kernel for bfloat16."""
+    return ops.cast(tensor, ms.float32) if tensor.dtype == ms.bfloat16 and on_cpu() else tensor
 
 
 class LossScale:

@@ -1,4 +1,6 @@
-"""msrun, whose processes are forks of it: they find MindSpore imported, which takes each of them 1.6 CPU seconds."""
+"""msrun, whose processes are forks of it: they find MindSpore and the package imported, which takes each of them more
+than two CPU seconds.
+"""
 
 import os
 import runpy
@@ -7,6 +9,8 @@ import sys
 from pathlib import Path
 
 import mindspore.parallel.cluster.run as msrun
+
+import mindformers_core.trainer.trainer  # noqa: F401 (almost all of the package)
 
 
 class Forked(BaseException):
