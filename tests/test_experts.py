@@ -12,6 +12,7 @@ from support.routed_layer import CASES, Case, Config, Layer, check_here, train_a
 from support.verified_calls import MESH, MESH_OF_4, Sample, check_of, eager, numbers
 
 from mindformers_core import verify
+from mindformers_core.algorithms import experts as parts
 from mindformers_core.algorithms.experts import within_capacity
 from mindformers_core.communication.simulated import SimulatedRanks
 from mindformers_core.communication.world import rank_of
@@ -31,7 +32,7 @@ TOKENS, SHARES = numbers(4, 4, 4, low=-1), numbers(4, 4, CHOICES)
 
 
 def choices(kind, seed=1):
-    """Ids (4, 4, 2): different experts for each token; some experts for none; one for all; none for some tokens."""
+    """Ids (4, 4, 2): others for each token; some experts for none; one for all; none for some or all tokens."""
     random = np.random.default_rng(seed)
     ids = np.argsort(random.random((4, 4, EXPERTS)), -1)[..., :CHOICES]
     found = {
@@ -39,6 +40,7 @@ def choices(kind, seed=1):
         "idle": ids % 2 * 3,
         "all": ids * 0 + 2,
         "none": np.where(random.random(ids.shape) < 0.3, -1, ids),
+        "nothing": ids * 0 - 1,
     }
     return found[kind].astype(np.int32)
 
@@ -65,13 +67,15 @@ class Total(nn.Cell):
         return ops.sum(ops.sin(self.function(*given) * 0.1))
 
 
-def test_one_card(monkeypatch):
-    """All gradients, in PyNative and compiled once: also where an expert gets nothing, and where one gets all."""
+@pytest.mark.parametrize("rows", ["_by_sizes", "_by_blocks"])  # as on CPU, and on other devices
+def test_one_card(monkeypatch, rows):
+    """All gradients, in PyNative and compiled once: also where an expert gets nothing, where one gets all, and none."""
+    monkeypatch.setattr(parts, "_by_sizes", getattr(parts, rows))
     places = (0, *range(2, 7))
     compiled, compilations = ms.jit(ms.grad(Total(experts), places)), []
     check = graph_api._check_recompile
     monkeypatch.setattr(graph_api, "_check_recompile", lambda *args: (compilations.append(args), check(*args)))
-    for kind in ("some", "idle", "all", "none"):
+    for kind in ("some", "idle", "all", "none", "nothing"):
         given = [Tensor(each) for each in (TOKENS, choices(kind), SHARES, *WEIGHTS)]
         expected = ms.grad(Total(plainly), places)(*given)
         for found in (ms.grad(Total(experts), places)(*given), compiled(*given)):

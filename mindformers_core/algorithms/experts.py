@@ -1,18 +1,19 @@
 """The experts of a layer: the computation of one rank on its tokens, of those choices that its experts have.
 
 Rows of tokens are put in the order of their experts, so that each expert multiplies its own at once (Gale et al.,
-"MegaBlocks", arXiv 2211.15841): in PyNative as many as there are, in graphs, whose shapes are static, in blocks of
-rows, each of one expert.
+"MegaBlocks", arXiv 2211.15841): in PyNative and in graphs on CPU as many as there are, in graphs of other devices,
+whose shapes are static, in blocks of rows, each of one expert.
 """
 
 import numpy as np
 from mindspore import Tensor, dtype as mstype, ops
 
-from mindformers_core.algorithms.compiled import in_graph
+from mindformers_core.algorithms.compiled import in_graph, on_cpu
 
 ACTIVATIONS = {"silu": ops.silu, "gelu": ops.gelu, "relu": ops.relu}
 _product = ops.BatchMatMul()
 _by_rows = ops.BatchMatMul(False, True)
+_dense = ops.MatMul(False, True)  # in a graph of dynamic shapes twice as fast as `ops.dense`
 
 
 def apply_experts(
@@ -110,7 +111,8 @@ def expert_rows(x, ids, gate_up, down, gate_up_bias, down_bias, activation):
     """What each chosen expert makes of a token: rows (n, H) and ids (n, K) → (n, K, H); zeros where an id is -1."""
     if not in_graph():
         return _exactly(x, ids, gate_up, down, gate_up_bias, down_bias, activation)
-    return _by_blocks(x, ops.stop_gradient(ids), gate_up, down, gate_up_bias, down_bias, activation)
+    compiled = _by_sizes if on_cpu() else _by_blocks
+    return compiled(x, ops.stop_gradient(ids), gate_up, down, gate_up_bias, down_bias, activation)
 
 
 def _exactly(x, ids, gate_up, down, gate_up_bias, down_bias, activation):
@@ -123,24 +125,44 @@ def _exactly(x, ids, gate_up, down, gate_up_bias, down_bias, activation):
         return ops.zeros((*ids.shape, x.shape[1]), x.dtype) + ops.expand_dims(x * 0.0, 1) + nothing
     rows = ops.gather(x, Tensor((order // ids.shape[1]).astype(np.int32)), 0)
     parts = ops.split(rows, counts.tolist())
-    own = [None if each is None else ops.unstack(each) for each in (gate_up, down, gate_up_bias, down_bias)]
-    found = [
-        _expert(part, *(None if each is None else each[expert] for each in own), activation)
-        for expert, part in zip(experts.tolist(), parts)
-    ]
+    found = _each(experts.tolist(), parts, gate_up, down, gate_up_bias, down_bias, activation)
     places = np.full(values.size, order.size, np.int32)
     places[order] = np.arange(order.size)
     found = ops.cat([*found, ops.zeros((1, x.shape[1]), x.dtype)], 0)
     return ops.reshape(ops.gather(found, Tensor(places), 0), (*ids.shape, x.shape[1]))
 
 
+def _each(experts, parts, gate_up, down, gate_up_bias, down_bias, activation):
+    """What the `experts`, by their numbers, make of their rows."""
+    own = [None if each is None else ops.unstack(each) for each in (gate_up, down, gate_up_bias, down_bias)]
+    return [
+        _expert(part, *[None if each is None else each[expert] for each in own], activation)
+        for expert, part in zip(experts, parts)
+    ]
+
+
 def _expert(rows, gate_up, down, gate_up_bias, down_bias, activation):
-    both = ops.dense(rows, ops.reshape(gate_up, (-1, rows.shape[1])))
+    both = _dense(rows, ops.reshape(gate_up, (-1, rows.shape[1])))
     if gate_up_bias is not None:
         both = both + ops.reshape(gate_up_bias, (1, -1))
     size = down.shape[1]
-    found = ops.dense(ACTIVATIONS[activation](both[:, :size]) * both[:, size:], down)
+    found = _dense(ACTIVATIONS[activation](both[:, :size]) * both[:, size:], down)
     return found if down_bias is None else found + ops.expand_dims(down_bias, 0)
+
+
+def _by_sizes(x, ids, gate_up, down, gate_up_bias, down_bias, activation):
+    """`expert_rows` in graphs whose sizes are data: every expert's rows, and one of zeros, as none have no gradient."""
+    count, total, nothing = gate_up.shape[0], ids.shape[0] * ids.shape[1], ops.zeros((1, x.shape[1]), x.dtype)
+    flat = ops.reshape(ids, (-1,))
+    keys = ops.cat((ops.where(ops.less(flat, 0), count, flat), ops.arange(count).astype(mstype.int32)), 0)
+    order = ops.argsort(keys)
+    sizes = ops.cast(ops.unsorted_segment_sum(ops.ones_like(keys), keys, count + 1), mstype.int64)
+    sizes = [sizes[key].item() for key in range(count + 1)]
+    taken = ops.minimum(order // ids.shape[1], x.shape[0])
+    parts = ops.split(ops.gather(ops.cat((x, nothing), 0), taken, 0), sizes)
+    found = _each(range(count), parts[:count], gate_up, down, gate_up_bias, down_bias, activation)
+    places = ops.where(ops.less(flat, 0), 0, ops.argsort(order)[:total] + 1)
+    return ops.reshape(ops.gather(ops.cat((nothing, *found), 0), places, 0), (*ids.shape, x.shape[1]))
 
 
 def _by_blocks(x, ids, gate_up, down, gate_up_bias, down_bias, activation):
