@@ -3,8 +3,8 @@
     pip install torch transformers accelerate   # in an environment of its own
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/experts_transformers.py
 
-Its layer is that of Qwen3-MoE with a little attention before it, in whole models (FSDP's hooks are on these); tokens are
-shared (`fsdp_size`) and sent to the experts (`ep_size`). Both give the same loss and the same gradient of the input.
+Its layer is that of Qwen3-MoE with a little attention before it, in whole models (FSDP's hooks are on these); tokens
+are shared (`fsdp_size`) and sent to the experts (`ep_size`). Both give the same loss and gradient of the input.
 """
 
 import os
