@@ -18,7 +18,7 @@ from mindformers_core.layout import layout
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.tensor_parallel import jit, shard
 
-DP, BLOCKS, WIDTH, SIZE, BATCH, CLASSES = 2, 4, 128, 28, 16, 10
+DP, BLOCKS, WIDTH, SIZE, BATCH, CLASSES = 2, 2, 512, 14, 32, 10
 TITLE = f"{BLOCKS} residual blocks of {WIDTH} channels, {SIZE} x {SIZE}, batch {BATCH}, float32, dp {DP}"
 LIMIT = 0.6  # of the time of one process
 TOLERANCE = 2e-5  # of a loss or gradient, relative to the largest value in it; a ReLU would make rounding 1e-3

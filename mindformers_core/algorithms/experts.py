@@ -142,11 +142,10 @@ def _each(experts, parts, gate_up, down, gate_up_bias, down_bias, activation):
 
 
 def _expert(rows, gate_up, down, gate_up_bias, down_bias, activation):
-    both = _dense(rows, ops.reshape(gate_up, (-1, rows.shape[1])))
+    gate, up = [_dense(rows, each) for each in ops.unstack(gate_up)]  # slices of one product would be copied
     if gate_up_bias is not None:
-        both = both + ops.reshape(gate_up_bias, (1, -1))
-    size = down.shape[1]
-    found = _dense(ACTIVATIONS[activation](both[:, :size]) * both[:, size:], down)
+        gate, up = [x + ops.reshape(bias, (1, -1)) for x, bias in zip((gate, up), ops.unstack(gate_up_bias))]
+    found = _dense(ACTIVATIONS[activation](gate) * up, down)
     return found if down_bias is None else found + ops.expand_dims(down_bias, 0)
 
 
