@@ -36,7 +36,7 @@ FAULTS = {  # threads of other projects, and the fault -> files and tests, or `v
         "test_prediction_heads.py", "test_a_step_on_all_ranks"),
     "Megatron #3575: fewer heads of keys and values than ranks": (
         "test_sequence_programs.py", "test_few_heads_of_keys_and_values",
-        "ranks/case_training.py", "case_compiled_context_parallel_training_equals_one_rank"),
+        "ranks/case_training.py", "case_compiled_context_parallel_training_by_all_to_all_equals_one_rank"),
     "MaxText 01c69f4: the position in the data goes through the order of tokens": (
         "ranks/case_checkpoint.py", "case_resumed_run_with_few_checkpoints"),
     "Megatron #1464, TransformerEngine #1557: gradients of keys and values of the wrong rank": (

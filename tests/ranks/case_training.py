@@ -96,24 +96,53 @@ def case_eager_training_equals_one_rank():
     compare_with_one_rank("context.engine=eager", *cut, shape=(1, 1, 2, 2), alike=DROPPING)
 
 
+COMPILED = "context.mode=0"  # a case each, since a compiled job takes minutes on four ranks of two cores
+
+
 @on_ranks(nightly=(4,))
 def case_compiled_sequence_parallel_training_equals_one_rank():
     """Graph mode: forward and backward of two micro-batches in one graph, clipping and AdamW in another."""
-    compare_with_one_rank("context.mode=0", "parallelism.sequence_parallel=true")
-    cut = "context.mode=0", "parallelism.context_parallel=4", "recompute.full=true"
-    compare_with_one_rank(*cut, shape=(1, 1, 4, 1), alike=DROPPING)
-    few = ("model.num_key_value_heads=2",)  # each rank has a copy
-    compare_with_one_rank("context.mode=0", "parallelism.tensor_parallel=4", shape=(1, 1, 1, 4), alike=few)
+    compare_with_one_rank(COMPILED, "parallelism.sequence_parallel=true")
 
 
 @on_ranks(nightly=(4,))
-def case_compiled_context_parallel_training_equals_one_rank():
-    """With few heads of keys and values, by each algorithm; sequences are cut over tp, too, where norms are."""
-    for heads, algorithm in (1, "all_to_all"), (2, "ring"), (2, "gather"):
-        keys = {"sequence_parallel": "true", "context_parallel": 2, "context_parallel_algorithm": algorithm}
-        cut = [f"parallelism.{key}={value}" for key, value in keys.items()]
-        few = (f"model.num_key_value_heads={heads}",)
-        compare_with_one_rank("context.mode=0", *cut, shape=(1, 1, 2, 2), alike=few, steps=1)
+def case_compiled_training_on_cp_4_equals_one_rank():
+    """Layers are recomputed, and drop weights of attention."""
+    cut = "parallelism.context_parallel=4", "recompute.full=true"
+    compare_with_one_rank(COMPILED, *cut, shape=(1, 1, 4, 1), alike=DROPPING)
+
+
+@on_ranks(nightly=(4,))
+def case_compiled_training_on_tp_4_with_copied_heads_equals_one_rank():
+    """Two heads of keys and values."""
+    few = ("model.num_key_value_heads=2",)
+    compare_with_one_rank(COMPILED, "parallelism.tensor_parallel=4", shape=(1, 1, 1, 4), alike=few)
+
+
+def compiled_context_parallel(heads, algorithm):
+    """With few heads of keys and values; sequences are cut over tp, too, where norms are."""
+    keys = {"sequence_parallel": "true", "context_parallel": 2, "context_parallel_algorithm": algorithm}
+    cut = [f"parallelism.{key}={value}" for key, value in keys.items()]
+    few = (f"model.num_key_value_heads={heads}",)
+    compare_with_one_rank(COMPILED, *cut, shape=(1, 1, 2, 2), alike=few, steps=1)
+
+
+@on_ranks(nightly=(4,))
+def case_compiled_context_parallel_training_by_all_to_all_equals_one_rank():
+    """One head of keys, of which ranks have copies."""
+    compiled_context_parallel(1, "all_to_all")
+
+
+@on_ranks(nightly=(4,))
+def case_compiled_context_parallel_training_in_a_ring_equals_one_rank():
+    """Two heads of keys."""
+    compiled_context_parallel(2, "ring")
+
+
+@on_ranks(nightly=(4,))
+def case_compiled_context_parallel_training_by_gathers_equals_one_rank():
+    """Two heads of keys."""
+    compiled_context_parallel(2, "gather")
 
 
 def pipeline(schedule, chunks=1):
