@@ -30,7 +30,7 @@ LONGEST_PAUSE = 60  # seconds
 SHARED, PREFIX = Path("/dev/shm"), "mindformers."
 FROM_OUTSIDE = {128 + number for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
 TRAIN = ["-m", "mindformers_core", "train"]
-SETTINGS = {"RESTARTS": 0, "MIN_WORKERS": 0, "REJOIN_TIMEOUT": 600, "BACKOFF": 1, "TIME_LIMIT": sys.maxsize}
+SETTINGS = {"RESTARTS": 0, "MIN_WORKERS": 0, "REJOIN_TIMEOUT": 600, "BACKOFF": 1, "TIME_LIMIT": 0}
 
 
 def main():
@@ -157,7 +157,7 @@ class Supervisor:
         if restarts == self.settings.restarts:
             return f"the {restarts} restarts of RESTARTS are used up"
         limit = self.settings.time_limit
-        return f"the {limit} s of TIME_LIMIT are over" if seconds > limit else None
+        return f"the {limit} s of TIME_LIMIT are over" if limit and seconds > limit else None
 
     def _fitting(self):
         """`(ranks, overrides)` of the next start, waiting for workers; None where none can be."""

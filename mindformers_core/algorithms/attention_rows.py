@@ -33,16 +33,17 @@ def block_rows(batch, heads, groups, key_length, blocks):
         return of_keys[:, columns].transpose(0, 2, 1).reshape(-1)
 
     for ranges, alike in groupby(blocks, _taken_keys):
-        whole, masked = ([at for low, high in each for at in range(low, high)] for each in ranges)
-        sides = [each for each in ((whole, masked) if known else (whole + masked,)) if each]
+        whole, masked = (np.concatenate([np.arange(0), *(np.arange(*each) for each in side)]) for side in ranges)
+        columns = np.concatenate((whole, masked))
+        sides = [each for each in ((whole, masked) if known else (columns,)) if each.size]
         parts = []
         for start, stop, ranges in alike:
             masks = tuple((high - low, mask) for low, high, mask in ranges if mask is not None)
             hidden = None if not masks else _band(stop - start, masks) if known else ()
             parts.append((start, stop, hidden, _table(of_queries[:, start:stop].transpose(0, 2, 3, 1))))
-        keys = rows(whole + masked)
+        keys = rows(columns)
         tables = map(_table, (keys, _inverse(keys, of_keys.size)))
-        found.append((_table(np.array(whole + masked)), [_table(rows(each)) for each in sides], *tables, parts))
+        found.append((_table(columns), [_table(rows(each)) for each in sides], *tables, parts))
     return tuple(found)
 
 

@@ -8,7 +8,6 @@ from functools import partial
 
 from mindformers_core.commands.compare import compare_runs
 from mindformers_core.commands.ending import end_by
-from mindformers_core.commands.recovering import recovery
 
 _DESCRIPTION = "Train Llama-style models from a YAML recipe, on a mesh, and generate with them."
 
@@ -81,8 +80,7 @@ def _parser():
     add("--keep", metavar="FOLDER", help="keep there what recipes record")
     add("--perturbed", metavar="FOLDER", help="A's run, recorded with monitor.perturb=1")
     add("overrides", nargs="*", metavar="section.key=value", help="keys of both recipes; a:… or b:… of one")
-    text = "what failures cost a job, and the best interval between its checkpoints"
-    add = command("recovery", lambda arguments: print(recovery(arguments)), text)
+    add = command("recovery", _recovery, "what failures cost a job, and the best interval between its checkpoints")
     for flag, (text, options) in _RECOVERY.items():
         add(f"--{flag}", help=text, **options)
     folder = argparse.ArgumentParser(add_help=False)
@@ -184,6 +182,12 @@ def _diff(arguments):
 
     sources = arguments.run_a, arguments.run_b
     return 0 if diff(sources, arguments.overrides, arguments.steps, arguments.keep, arguments.perturbed) else 1
+
+
+def _recovery(arguments):
+    from mindformers_core.commands.recovering import recovery
+
+    print(recovery(arguments))
 
 
 def _look_at(function, arguments):

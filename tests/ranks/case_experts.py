@@ -2,7 +2,7 @@
 
 import mindspore as ms
 import numpy as np
-from case_training import compare_with_one_rank, job_on, training_alone
+from case_training import COMPILED, compare_with_one_rank, job_on, training_alone
 from mindspore import Tensor, nn, ops
 from support.host_reads import count_reads
 from support.launch import on_ranks
@@ -125,7 +125,7 @@ RECIPE = (
     "model.output_router_logits=true", "model.router_aux_loss_coef=0.1", "model.router_z_loss_coef=0.1",
 )  # fmt: skip
 ONE_LAYER = *RECIPE, "model.num_hidden_layers=1", "model.mlp_only_layers=[]"
-COMPILED, BY_DATA = "context.mode=0", ("parallelism.expert_parallel=[dp]", "training.local_batch_size=1")
+BY_DATA = "parallelism.expert_parallel=[dp]", "training.local_batch_size=1"
 BY_TOKENS = (
     "parallelism.expert_parallel=[cp,tp]",
     "parallelism.context_parallel=2",
