@@ -152,8 +152,8 @@ def _with_column(x):
 
 def _wide(x, like):
     """A number for every row, as wide as the row."""
-    one = _ones_like(like[:1])
-    return _product(ops.reshape(_cast(x, like.dtype), (1, -1, 1)), ops.reshape(one, (1, 1, -1)))[0]
+    one = ops.reshape(_ones_like(like[:1]), (1, 1, -1))
+    return ops.reshape(_product(ops.reshape(_cast(x, like.dtype), (1, -1, 1)), one), (-1, like.shape[1]))
 
 
 def _distances(first, last, places, batch, blocks):
@@ -237,7 +237,8 @@ class _WithGradient(nn.Cell):
         return ops.expand_dims(output, 0), ops.expand_dims(sums, 0)
 
     def bprop(self, query, key, value, first, last, places, own, draws, output, sums, out, dout):
-        given, results, gradients = (query, key, value, first, last, places), (output, sums), (dout[0][0], dout[1][0])
+        given, results = (query, key, value, first, last, places), (output, sums)
+        gradients = [ops.reshape(gradient, result.shape) for gradient, result in zip(dout, results)]
         found = _gradients(given, self.known, results, gradients, self.drop, own, draws)
         return *found, ops.zeros_like(output), ops.zeros_like(sums)
 

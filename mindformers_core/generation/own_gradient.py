@@ -28,7 +28,8 @@ def own_gradient_lines(plan, comment, writer):
         variable if is_float(value.dtype) else writer.assign(variable, f"ops.cast({variable}, ms.{value.dtype})")
         for value, variable in zip(given, inputs)
     ]
-    writer.body += [f"{name} = dout[{place}][0]" for place, name in enumerate(gradients)]
+    given_back = enumerate(zip(gradients, plan.local_shapes))
+    writer.body += [f"{name} = ops.reshape(dout[{place}], {shape})" for place, (name, shape) in given_back]
     found = iter(writer.algorithm_parts(plan, taken + results + gradients, plan.algorithm, of_gradient=True))
     ends = [next(found) if is_float(value.dtype) else f"ops.zeros_like({name})" for value, name in zip(given, inputs)]
     ends += [f"ops.zeros_like({name})" for name in results]
