@@ -262,7 +262,8 @@ def test_what_verify_takes():
 RECIPES = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
 
 
-@pytest.mark.parametrize("name", daily(("llama_tiny_cpu_1p",), RECIPES))
+@pytest.mark.nightly  # daily the command below, and recipes of other tests
+@pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_at_its_least_sizes(name):
     packing = "documents" if name == "llama_tiny_pp" else "none"
     check = verify_recipe(load_recipe(str(ROOT / "configs" / f"{name}.yaml"), [f"train_dataset.packing={packing}"]))
