@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
 from support.checkpoint_states import without_threads
+from support.nightly import daily
 from support.small_cells import cell_of
 
 from mindformers_core import explain, full_parameters, shard, verify
@@ -36,12 +37,15 @@ class Decoder(nn.Cell):
         return layers.without_columns(logits, ROWS) if labels is None else self.loss(logits, labels)
 
 
-@pytest.mark.parametrize(("size", "tied"), [(3, False), (4, True)], ids=["head", "tied"])
-def test_vocabulary_that_its_axis_does_not_divide(size, tied):
+GIVEN = {"loss": (IDS, LABELS), "logits": (IDS,)}
+HEADS = [(3, False, "loss"), (4, True, "logits"), (3, False, "logits"), (4, True, "loss")]
+
+
+@pytest.mark.parametrize(("size", "tied", "given"), daily(HEADS[:2], HEADS))
+def test_vocabulary_that_its_axis_does_not_divide(size, tied, given):
     """Ids of the last row, and labels that don't count; logits without the padding's columns."""
-    for given in ((IDS, LABELS), (IDS,)):
-        check = verify(Decoder(tied), DeviceMesh((size,), ("tp",)), *map(Tensor, given))
-        assert not check.faults, check.report()
+    check = verify(Decoder(tied), DeviceMesh((size,), ("tp",)), *map(Tensor, GIVEN[given]))
+    assert not check.faults, check.report()
 
 
 def test_padded_parts_under_hsdp():

@@ -234,7 +234,12 @@ def test_a_part_of_a_whole_tensor_is_not_taken_to_be_cut():
     check_plan(planned(cell_of(gated, **layers), MESH, (x,), plan=plan, arriving={"x": layout("dp")})[1], final=True)
 
 
-@pytest.mark.parametrize("call", ALL_CALLS, ids=str)
+EVERY = [  # a third of them daily
+    pytest.param(call, marks=[pytest.mark.nightly] * (number % 3 > 0)) for number, call in enumerate(ALL_CALLS)
+]
+
+
+@pytest.mark.parametrize("call", EVERY, ids=str)
 def test_the_local_call_of_every_choice_gives_the_parts(call):
     """Of every rule: asked with local shapes it gives those of the parts, whatever output is wanted."""
     rng = np.random.default_rng(zlib.crc32(str(call).encode()))

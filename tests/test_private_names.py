@@ -38,9 +38,15 @@ def paths_of(node):
     return [f"{node.module}.{name}" for name in names] if isinstance(node, ast.ImportFrom) else names
 
 
+@cache
+def nodes_of(tree):
+    """All nodes of a module, which several questions are asked of."""
+    return [*ast.walk(tree)]
+
+
 def names_in(tree):
     """`(line, name, node)` of the private names among attributes, named arguments and strings."""
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         name = getattr(node, {ast.Attribute: "attr", ast.keyword: "arg", ast.Constant: "value"}.get(type(node), ""), "")
         if isinstance(name, str) and name.isidentifier() and is_private(name):
             yield node.lineno, name, node
@@ -48,7 +54,7 @@ def names_in(tree):
 
 def defined_in(tree):
     """Names that a module defines: of functions, classes, fields, slots, and attributes of `self`."""
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         yield from [node.name] if isinstance(node, (ast.FunctionDef, ast.ClassDef)) else []
         if isinstance(getattr(node, "ctx", None), ast.Store):
             yield getattr(node, "attr", getattr(node, "id", ""))
@@ -60,6 +66,7 @@ HOME_NAMES = {name for _, name, _ in names_in(parse(MODULES[HOME]))}
 # of the objects that the package meets, which it could take for its own
 OBJECTS = Tensor(0.0), ms.Parameter(Tensor(0.0)), nn.Cell(), ops.ReLU(), default_generator
 OF_OBJECTS = set(filter(is_private, chain.from_iterable(map(dir, OBJECTS))))
+MINDSPORES = HOME_NAMES | OF_OBJECTS
 
 
 @cache
@@ -74,7 +81,7 @@ def private_uses(tree):
     A class of ours may define a name that is one of MindSpore's, too: it is asked of `self`.
     """
     own = set(defined_in(tree))
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         yield from ((node.lineno, path) for path in paths_of(node) if re.match(r"mindspore(\.\w+)*\._", path))
     for line, name, node in names_in(tree):
         if not isinstance(node, ast.Attribute):
@@ -82,7 +89,7 @@ def private_uses(tree):
         elif getattr(node.value, "id", "") == "self" and name in own:
             is_ours = True
         else:
-            is_ours = name in ours() and name not in HOME_NAMES | OF_OBJECTS
+            is_ours = name in ours() and name not in MINDSPORES
         if not is_ours:
             yield line, name
 

@@ -1,11 +1,13 @@
 """Propagation: the plan is complete and consistent, its choices are the eager engine's, and it moves no more bytes."""
 
+from itertools import product
 from math import prod
 
 import mindspore as ms
 import pytest
 from mindspore import ops
 from support.captured_models import MODELS, small_llama
+from support.nightly import daily
 from support.plan_checks import CONFIGS, MESH, check_plan, communication, move_bytes, plan_of, stored, whole
 from support.small_cells import Dense, FeedForward, cell_of
 
@@ -26,8 +28,10 @@ from mindformers_core.tensor_parallel import distribute_tensor, shard
 CAPTURED = [name for name in MODELS if name != "batch norm"]  # has no rule
 
 
-@pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize("name", CAPTURED)
+PLANS = [*product(CAPTURED, CONFIGS)]
+
+
+@pytest.mark.parametrize(("name", "config"), daily(PLANS[::4], PLANS))  # configs in turn
 def test_plans_are_complete(name, config):
     model, make = MODELS[name]()
     plan = plan_of(model, *make(1), CONFIGS[config])
@@ -41,8 +45,9 @@ def test_whole_inputs_and_parameters_move_nothing(name):
 
 
 @pytest.mark.usefixtures("rank_0_of_4")
-@pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("tied", "config"), daily([(False, "sequence parallel"), (True, "dp")], product((False, True), CONFIGS))
+)
 def test_llama_moves_what_the_eager_engine_moves(tied, config):
     model, make = small_llama(tie_word_embeddings=tied)
     args, named = make(1)

@@ -52,14 +52,14 @@ OPERATORS = [
 EVERY = [*((*case, False) for case in CELLS), (*CELLS[3], True), (*CELLS[2], True)]
 
 
-@pytest.mark.parametrize("make, settings, compiled", daily([*EVERY[:1], *EVERY[2:5]], EVERY))
+@pytest.mark.parametrize("make, settings, compiled", daily([EVERY[0], *EVERY[3:5]], EVERY))
 def test_whole_cells_give_the_same_bits(make, settings, compiled):
     found, count = step(make, compiled, **settings)
     assert equal(found, without(make, compiled))
     assert compiled or count > 0
 
 
-@pytest.mark.parametrize("make, settings", daily([*OPERATORS[::3], OPERATORS[-1]], OPERATORS))
+@pytest.mark.parametrize("make, settings", daily([OPERATORS[0], OPERATORS[6], OPERATORS[8]], OPERATORS))
 def test_operators_give_the_same_bits(make, settings):
     found, count = step(make, **settings)
     assert equal(found, without(make))
@@ -85,7 +85,7 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize("make, settings", daily(SETTINGS[::2], SETTINGS))
+@pytest.mark.parametrize("make, settings", daily(SETTINGS[2::2], SETTINGS))
 def test_measured_is_foretold(monkeypatch, make, settings):
     inputs = INPUTS[make]()
     plain = sharded(make)
@@ -114,7 +114,7 @@ def test_full_recompute_keeps_one_tensor_of_a_layer(monkeypatch):
     assert len(hidden) == layers + 1 + head
 
 
-@pytest.mark.parametrize("settings", [{"full": True}, {"budget": 0.3}, {"select": "**"}])
+@pytest.mark.parametrize("settings", [{"full": True}, {"select": "**"}])
 def test_explain_foretells_what_runs_again_under_hsdp(settings):
     """Integers of the loss are kept, whatever is selected: autograd keeps them as they are."""
     net = hsdp(recompute(sharded(llama), **settings))
@@ -123,15 +123,14 @@ def test_explain_foretells_what_runs_again_under_hsdp(settings):
     assert f"recompute: {sum(counted.values())} of " in explain(net)
 
 
-@pytest.mark.parametrize("settings", [{"select": "*.input_layernorm.RMSNorm"}, {"select": ["*.Mul", "*.SiLU"]}])
-def test_operators_whose_results_are_marked(monkeypatch, settings):
+def test_operators_whose_results_are_marked(monkeypatch):
     """What tensor parallelism marks as varying is what gradients keep: the mark goes with the operator."""
     shutdown()
     init_distributed("fake", world_size=2)
     monkeypatch.setattr(RawCollective, "all_reduce", lambda self, x, op: x + 0)  # of its own, as a real one's is
     inputs = INPUTS[llama]()
     net = shard(drawn(llama()).set_train(), init_device_mesh((1, 2), ("dp", "tp")))
-    net = recompute(net, **settings)
+    net = recompute(net, select="*.input_layernorm.RMSNorm")
     net(*inputs)
     tensors, again = kept_tensors(monkeypatch, net, inputs)
     plan = programs(net)[-1].plan
@@ -235,8 +234,9 @@ def gradients(net, function):
     return [g.asnumpy() for g in ms.grad(function, None, net.trainable_params())(X)]
 
 
-@pytest.mark.parametrize("way", ["recompute", "swap"])
-@pytest.mark.parametrize("change", ["setitem", "copy_", "assign_value"])
+@pytest.mark.parametrize(
+    ("change", "way"), [("setitem", "recompute"), ("copy_", "swap"), ("assign_value", "recompute")]
+)
 def test_a_result_that_the_caller_changes(change, way):
     """What is computed again, or copied to the host, must not take the changed tensor for what the program gave."""
 
@@ -279,7 +279,7 @@ def test_evaluation_needs_nothing_of_what_training_has():
 
 
 def test_plain_jit_of_a_prepared_program():
-    net, inputs = recompute(sharded(llama), full=True), INPUTS[llama]()
+    net, inputs = recompute(sharded(Cast), full=True), INPUTS[Cast]()
     expected = float(net(*inputs).to_local())
     compiled = ms.jit(lambda_of(net))
     with pytest.raises(RuntimeError, match=r"make it before: prepare\(cell, \*inputs, compiled=True\)"):
@@ -289,8 +289,8 @@ def test_plain_jit_of_a_prepared_program():
 
 
 def lambda_of(net):
-    def call(ids, labels):
-        return net(ids, labels)
+    def call(x):
+        return net(x)
 
     return call
 
@@ -315,7 +315,7 @@ def result(net, *inputs):
     return net(*inputs).asnumpy()
 
 
-@pytest.mark.parametrize("make", [llama, Net])
+@pytest.mark.parametrize("make", daily([Net], [llama, Net]))
 def test_a_budget_that_is_out_of_reach_stops_no_evaluation(make, tmp_path):
     net, inputs = recompute(sharded(make), budget=0.001).set_train(False), INPUTS[make]()
     expected = result(sharded(make).set_train(False), *inputs)

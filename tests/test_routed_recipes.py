@@ -33,7 +33,7 @@ VERIFIED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", daily(["dense stage first", "accumulation"], VERIFIED))
+@pytest.mark.parametrize("name", daily(["dense stage first"], VERIFIED))
 def test_losses_of_routers(name):
     """The loss, and all gradients of a step."""
     settings, sizes, *others = VERIFIED[name]
@@ -44,6 +44,7 @@ def test_losses_of_routers(name):
 ROW, BY_FOUR = ("loss", "router_loss", "expert_load", "gradient_norm"), {"pipeline_parallel_microbatch_size": 4}
 ONE = (*mesh(), "training.local_batch_size=4")  # the micro-batches of dp 2 are as large
 TRAINED = {
+    "stages": (*mesh(pp=2, **BY_FOUR), "training.local_batch_size=8"),
     "ZeRO 3, recompute": (
         *mesh(dp=2, tp=2, zero_level=3, zero_threshold_kb=0), BY_DATA, "recompute=true", "training.local_batch_size=2",
     ),
@@ -76,7 +77,8 @@ TRAINED = {
 ROUTED = (  # both halves of a pipeline have experts, as the head that predicts further
     *DEEPSEEK, "model.first_k_dense_replace=1", "model.num_nextn_predict_layers=1",
 )  # fmt: skip
-SHALLOW = *ROUTED, "model.num_hidden_layers=2"
+SHALLOW = *ROUTED, "model.first_k_dense_replace=0", "model.num_hidden_layers=2"
+LEAST = *DEEPSEEK, "model.first_k_dense_replace=0", "model.num_hidden_layers=1"
 HALF = "precision.compute=float16", "precision.loss_scale=256.0"
 RESUMED = *mesh(tp=2), "parallelism.expert_parallel=[tp]", "training.local_batch_size=4"
 
@@ -105,14 +107,15 @@ def check_biases(found, expected):
         np.testing.assert_allclose(array, expected[path], rtol=1e-6, err_msg=path)
 
 
-STEPS = [("pipeline", 3), *((name, 20) for name in TRAINED)]
+STEPS = [("stages", 3), *((name, 20) for name in TRAINED)]  # few of a shallow model daily, the rest nightly
 DROPPING = *QWEN, "model.expert_capacity=[3,4]"
 
 
 @pytest.mark.parametrize(("name", "steps"), daily(STEPS[:1], STEPS))
 def test_training(tmp_path, name, steps):
     """Loads, losses of routers, all first gradients, parameters and biases are those of one card, on every rank."""
-    given = {"model": DROPPING if "capacity" in name else ROUTED, "steps": steps}
+    deep = DROPPING if "capacity" in name else ROUTED
+    given = {"model": SHALLOW if steps == 3 else deep, "steps": steps}
     (expected,), *wholes, biases = trained(tmp_path, *ONE, **given)
     rows, *arrays, found = trained(tmp_path, *TRAINED[name], **given)
     check_rows(rows, expected)
@@ -122,7 +125,7 @@ def test_training(tmp_path, name, steps):
         for path, array in whole.items():
             mine = joined[path][tuple(map(slice, array.shape))]  # no axis divides the vocabulary
             # others have up to 1.3e-5 in float32; in float64 `verify` finds no difference (eager, sequences)
-            tolerance = 1e-5 if name == "pipeline" else 3e-5
+            tolerance = 1e-5 if name == "pipeline" or steps == 3 else 3e-5
             np.testing.assert_allclose(mine, array, 0, tolerance * abs(array).max(), err_msg=path)
 
 
@@ -150,10 +153,9 @@ def test_groups_of_a_capacity_are_not_cut_by_the_order_of_chunks():
 
 def test_half_precision(tmp_path):
     """A first step in float16 says what one card's says, and the biases after it are the same."""
-    (expected,), *_, biases = trained(tmp_path, *ONE, *HALF, model=SHALLOW, steps=1)
-    rows, *_, found = trained(
-        tmp_path, *mesh(dp=2), BY_DATA, *HALF, "training.local_batch_size=2", model=SHALLOW, steps=1
-    )
+    (expected,), *_, biases = trained(tmp_path, *ONE, *HALF, model=LEAST, steps=1)
+    cut = *mesh(dp=2), BY_DATA, *HALF, "training.local_batch_size=2"
+    rows, *_, found = trained(tmp_path, *cut, model=LEAST, steps=1)
     check_rows(rows, expected, 1e-3)
     check_biases(found, biases)
 
@@ -162,10 +164,10 @@ def test_a_run_goes_on_on_another_mesh(tmp_path):
     """Saved where two ranks share experts, it goes on where others do, as on one card: biases are in checkpoints."""
     data = (*mesh(dp=2), BY_DATA, "training.local_batch_size=2")
     with custom_gradients():
-        SimulatedRanks(2).run(lambda rank: train(tmp_path, rank, *SHALLOW, *data))
+        SimulatedRanks(2).run(lambda rank: train(tmp_path, rank, *LEAST, *data))
     loaded = f"checkpoint.load_path={tmp_path}", "train_dataset.on_change=go_on"
-    (expected,), *_, biases = trained(tmp_path / "one", *ONE, *loaded, model=SHALLOW, steps=1)
-    rows, *_, found = trained(tmp_path / "other", *RESUMED, *loaded, model=SHALLOW, steps=1)
+    (expected,), *_, biases = trained(tmp_path / "one", *ONE, *loaded, model=LEAST, steps=1)
+    rows, *_, found = trained(tmp_path / "other", *RESUMED, *loaded, model=LEAST, steps=1)
     assert [row["step"] for row in expected] == [3]
     check_rows(rows, expected)
     check_biases(found, biases)
@@ -174,5 +176,6 @@ def test_a_run_goes_on_on_another_mesh(tmp_path):
 def test_empty_rows_count_nowhere(tmp_path):
     """Three samples are alone what they are with an empty row behind them: in losses, loads and gradients."""
     given = *mesh(), "training.global_batch_size=3", "optimizer.eps=1.e-4"  # rounding of small gradients stays small
-    alone, padded = (trained(tmp_path, *given, f"training.local_batch_size={rows}")[0] for rows in (3, 4))
+    sizes = (f"training.local_batch_size={rows}" for rows in (3, 4))
+    alone, padded = (trained(tmp_path, *given, size, model=LEAST)[0] for size in sizes)
     check_rows(padded, alone[0])

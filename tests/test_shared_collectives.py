@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from support.channel_pairs import joined_connections
 from support.message_tensors import bits_of, random_tensor
+from support.nightly import daily
 
 from mindformers_core.communication.shared_collectives import _HALF, join_memory
 
@@ -60,7 +61,7 @@ def shapes(size):
     ]
 
 
-@pytest.fixture(params=[2, 3, 4])
+@pytest.fixture(params=daily([2, 3], [2, 3, 4]))
 def groups(request):
     """The `SharedGroup`s of so many ranks."""
     return joined_groups(request.param)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import yaml
 from mindspore import nn, ops
-from support.nightly import daily, seeds
+from support.nightly import daily
 from support.plan_differences import first_difference
 from support.random_recipes import random_recipe
 
@@ -97,14 +97,14 @@ def kind_of(stored):
     return kind, stored.plan.dim, stored.plan.reason == ""
 
 
-@pytest.mark.parametrize("name", daily(("own, stages", "llama_tiny_zero"), RECIPES))
+@pytest.mark.parametrize("name", daily(("own, stages",), RECIPES))
 def test_recipes(name):
     path, *overrides = RECIPES[name]
     recipe = load_recipe(path, [*overrides, *(["parallelism.data_parallel_shard=2"] if "cpu" in name else [])])
     check_shrunk(recipe, *shrunk_recipe(recipe))
 
 
-@pytest.mark.parametrize("seed", seeds(3, 200))
+@pytest.mark.parametrize("seed", daily((1, 2), range(200)))  # of which every eighth is planned in both sizes
 def test_random_recipes(seed):
     recipe = recipe_from_dict(random_recipe(seed))
     small, plans = shrunk_recipe(recipe)
@@ -315,22 +315,19 @@ CHANGES = {
 }  # fmt: skip
 
 
-def test_an_altered_choice_is_found():
-    found, draw = 0, random.Random(5)
-    for name in ("llama_tiny_recompute", "own"):
-        path, *overrides = RECIPES[name]
-        recipe = load_recipe(path, overrides)
-        large = programs_of(recipe)
-        for stage, (_, small) in programs_of(*shrunk_recipe(recipe)).items():
-            theirs, plans = large[stage][1].plan, [plan for _, plan in small.plan.walk() if plan.instructions]
-            for _ in range(40):
-                target = draw.choice(plans)
-                index = draw.randrange(len(target.instructions))
-                other = altered(small.plan, target, index, change_choice(draw))
-                why = first_difference(theirs, other)
-                assert why and "at the recipe's sizes, and" in why and target.graph.label.split()[-1] in why
-                found += 1
-    assert found == 80
+@pytest.mark.parametrize("name", daily(("llama_tiny_recompute",), ("llama_tiny_recompute", "own")))
+def test_an_altered_choice_is_found(name):
+    draw = random.Random(5)
+    path, *overrides = RECIPES[name]
+    recipe = load_recipe(path, overrides)
+    ((_, large),), ((_, small),) = (programs_of(*given).values() for given in ((recipe,), shrunk_recipe(recipe)))
+    plans = [plan for _, plan in small.plan.walk() if plan.instructions]
+    for _ in range(40):
+        target = draw.choice(plans)
+        index = draw.randrange(len(target.instructions))
+        other = altered(small.plan, target, index, change_choice(draw))
+        why = first_difference(large.plan, other)
+        assert why and "at the recipe's sizes, and" in why and target.graph.label.split()[-1] in why
 
 
 def test_a_difference_of_a_dropped_layer_is_found():

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from mindspore import Tensor, mint, nn, ops
 from models import EXAMPLES, axes_of
+from support.nightly import daily
 from support.plan_checks import MESH, check_plan, move_bytes, plan_of
 from test_redistribution import check_plan as check_steps
 
@@ -62,7 +63,7 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", daily(("encoder", "dense"), LAYERS))
 def test_layers_with_the_batch_second_send_nothing(name):
     cell = LAYERS[name]().set_train()
     argument = {"dense": "input"}.get(name, "src")
@@ -123,7 +124,7 @@ FUNCTIONS = {  # what is done with rows in strides -> the collectives that it ne
 }
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("name", daily([*FUNCTIONS][::2], FUNCTIONS))
 def test_operators_on_strided_rows(name):
     function, collectives = FUNCTIONS[name]
 

@@ -262,7 +262,8 @@ def test_what_verify_takes():
 RECIPES = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
 
 
-@pytest.mark.parametrize("name", daily(("llama_tiny_cpu_1p",), RECIPES))
+@pytest.mark.nightly  # daily the command below, and recipes of other tests
+@pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_at_its_least_sizes(name):
     packing = "documents" if name == "llama_tiny_pp" else "none"
     check = verify_recipe(load_recipe(str(ROOT / "configs" / f"{name}.yaml"), [f"train_dataset.packing={packing}"]))
@@ -273,7 +274,7 @@ def test_the_command_compares_the_models_own_code_with_the_captured_program(caps
     """An operator whose source is wrong computes alike on one card and on all ranks."""
     monkeypatch.setitem(registry._FACTS, "SiLU", replace(registry._FACTS["SiLU"], source="ops.relu(input)"))
     operator_source._form.cache_clear()
-    command = ["verify", "--config", str(ROOT / "configs" / "llama_tiny_cpu_1p.yaml"), "training.steps=1"]
+    command = ["verify", "--config", str(ROOT / "configs" / "llama_tiny_cpu_1p.yaml"), "model.num_hidden_layers=1"]
     try:
         assert main(command) == 1
     finally:

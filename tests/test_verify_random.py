@@ -7,7 +7,7 @@ from support.random_steps import MESHES, check_delicate, check_example, check_hs
 
 from mindformers_core.mesh import DeviceMesh
 
-FEW = ("llama", 3), ("classifier", 5)  # places of meshes
+FEW = (("classifier", 5),)  # places of meshes
 
 
 def verified(check):
@@ -27,22 +27,23 @@ def test_a_model_with_declared_layouts(name, place):
     assert [note.partition(",")[0] for note in check.notes] == ["in float32"] * narrow
 
 
-@pytest.mark.parametrize("seed", seeds(4, 150))
+@pytest.mark.parametrize("seed", seeds(2, 150))
 def test_random_cells_with_random_layouts(seed):
     verified(check_plan(seed)[0])
 
 
-@pytest.mark.parametrize("seed", seeds(3, 600))
+@pytest.mark.parametrize("seed", seeds(2, 600))
 def test_hsdp(seed):
     verified(check_hsdp(seed)[0])
 
 
-@pytest.mark.parametrize("seed", seeds(2, 110))
+@pytest.mark.parametrize("seed", seeds(1, 110))
 def test_half_precision_batch_norms_one_output_and_odd_ranks(seed):
     check, _ = check_delicate(seed)
     assert not check.faults, check.report()
 
 
-@pytest.mark.parametrize("seed", seeds(1, 200))
+@pytest.mark.nightly  # daily `test_routed_recipes.py`, `test_sequence_programs.py` and `test_written_state.py` do
+@pytest.mark.parametrize("seed", range(200))
 def test_recipes(seed):
     verified(check_recipe(seed)[0])

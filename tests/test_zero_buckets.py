@@ -3,6 +3,7 @@
 import random
 
 import pytest
+from support.nightly import seeds
 
 from mindformers_core.zero.buckets import KINDS, Fusion, make_buckets, parse_comm_fusion
 from mindformers_core.zero.plan import ParameterPlan
@@ -34,7 +35,7 @@ def drawn(seed):
     return plans, members, fusion
 
 
-@pytest.mark.parametrize("first", range(0, 4000, 1000))
+@pytest.mark.parametrize("first", seeds(1000, 4000, 1000))
 def test_drawn_buckets(first):
     shared = 0
     for seed in range(first, first + 1000):

@@ -4,6 +4,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn
+from support.nightly import daily
 
 from mindformers_core.tensor_parallel import jit
 from mindformers_core.zero import Lamb
@@ -71,7 +72,7 @@ def test_lamb_is_the_papers(compiled):
     assert int(optimizer.global_step.asnumpy()[0]) == STEPS
 
 
-@both_modes
+@pytest.mark.parametrize("compiled", daily([True], [False, True]), ids=["pynative", "jit"])
 def test_other_constants_no_decay_and_a_schedule(compiled):
     weights, gradients = drawn()
     optimizer = Lamb(made(weights), nn.ExponentialDecayLR(0.1, 0.5, 2), beta1=0.7, beta2=0.9999, eps=1e-3)
@@ -80,7 +81,7 @@ def test_other_constants_no_decay_and_a_schedule(compiled):
     compare(found, weights, gradients, lambda _, step: 0.1 * 0.5 ** (step / 2), lambda _: 0.0, **constants)
 
 
-@both_modes
+@pytest.mark.parametrize("compiled", daily([False], [False, True]), ids=["pynative", "jit"])
 def test_groups_have_rates_and_decays_of_their_own(compiled):
     weights, gradients = drawn()
     parameters = made(weights)

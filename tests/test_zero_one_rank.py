@@ -2,11 +2,13 @@
 
 import gc
 import weakref
+from itertools import product
 
 import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, amp, nn, ops
+from support.nightly import daily
 from support.small_cells import cell_of
 from support.small_zero import Linear, Net, array, both_modes, check, expected, inputs
 
@@ -24,11 +26,13 @@ def sharded(net):
     return shard(net, DeviceMesh((1, 1), ("dp", "tp")))
 
 
-@both_modes
-@pytest.mark.parametrize(
-    ("make", "level"), [(Net, "level1"), (lambda: sharded(Net()), "level3")], ids=["plain", "sharded"]
-)
-def test_one_rank_just_works(make, level, compiled):
+MADE = {"plain": (Net, "level1"), "sharded": (lambda: sharded(Net()), "level3")}
+MODES = False, True  # compiled; of several values some are daily in PyNative, others compiled
+
+
+@pytest.mark.parametrize(("name", "compiled"), daily([("plain", True), ("sharded", False)], product(MADE, MODES)))
+def test_one_rank_just_works(name, compiled):
+    make, level = MADE[name]
     loss, gradients = expected(Net(), inputs())
     net = hsdp(make(), optimizer_level=level)
     gradient_of = value_and_grad(net, compiled)
@@ -56,8 +60,7 @@ class Counted(nn.Cell):
         return y.sum(), ops.cast((y > 1).sum(), ms.int32)
 
 
-@both_modes
-@pytest.mark.parametrize("loss", ["mean", "sum"])
+@pytest.mark.parametrize(("loss", "compiled"), daily([("sum", False), ("mean", True)], product(("mean", "sum"), MODES)))
 def test_one_stage_is_a_pipeline_of_one(loss, compiled):
     """Its runs give the bits of micro-steps; the loss scale, labels of all runs, and what is dropped included."""
     found = []
@@ -134,9 +137,13 @@ class Named(Net):
         return loss + shift, x * 2, ops.argmax(x, 1)
 
 
-@both_modes
-@pytest.mark.parametrize("kwargs", [{"scale": 3.0}, {"scale": Tensor(2.0), "shift": Tensor(0.5)}])
-def test_several_results_and_keyword_arguments(compiled, kwargs):
+KEYWORDS = {"scale": 3.0}, {"scale": Tensor(2.0), "shift": Tensor(0.5)}
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "compiled"), daily([(KEYWORDS[0], False), (KEYWORDS[1], True)], product(KEYWORDS, MODES))
+)
+def test_several_results_and_keyword_arguments(kwargs, compiled):
     net = Named()
     gradient_of = ms.value_and_grad(lambda: net(inputs(), **kwargs)[0], None, ms.ParameterTuple(net.trainable_params()))
     loss, gradients = gradient_of()
@@ -194,9 +201,10 @@ def test_two_cells_in_one_program(compiled):
     judge(inputs()), generator(inputs())
 
 
-@both_modes
-@pytest.mark.parametrize("gradient", [None, "float16"])
-def test_mixed_precision(compiled, gradient):
+@pytest.mark.parametrize(
+    ("gradient", "compiled"), daily([("float16", False), (None, True)], product((None, "float16"), MODES))
+)
+def test_mixed_precision(gradient, compiled):
     loss, gradients = expected(Net(), inputs())
     precision = MixedPrecision(parameter="float32", compute="float16", gradient=gradient, output="float32")
     net = hsdp(Net(), mixed_precision=precision)

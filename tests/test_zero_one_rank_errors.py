@@ -1,12 +1,14 @@
 """What can't be done with a Cell under `hsdp()` while it trains: errors at the call, and nothing is left behind."""
 
 import gc
+from itertools import product
 
 import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn, ops
-from support.small_zero import Linear, Net, array, both_modes, check, expected, inputs
+from support.nightly import daily
+from support.small_zero import Linear, Net, array, check, expected, inputs
 
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.recompute import recompute
@@ -132,9 +134,10 @@ def test_attributes_are_followed_and_cells_cannot_come():
         net.third = Linear(None, 0)
 
 
-@both_modes
-@pytest.mark.parametrize("compute", [None, "float16"])
-def test_recompute(compiled, compute):
+@pytest.mark.parametrize(
+    ("compute", "compiled"), daily([(None, False), ("float16", True)], product((None, "float16"), (False, True)))
+)
+def test_recompute(compute, compiled):
     precision = MixedPrecision(compute=compute)
     loss, gradients = value_and_grad(hsdp(Net(), mixed_precision=precision))(inputs())
     gradients = [gradient.asnumpy() for gradient in gradients]
