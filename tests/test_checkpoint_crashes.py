@@ -148,7 +148,7 @@ def check_what_is_left(run, mesh, step, is_done):
     assert find_checkpoint(run) == step_folder(run, 4)
 
 
-@pytest.mark.parametrize("case", daily(("new_step", "again", "four_ranks_beside"), CASES))
+@pytest.mark.parametrize("case", daily(("new_step", "four_ranks_beside"), CASES))
 def test_crash_matrix(tmp_path, template, monkeypatch, case):
     without_threads(monkeypatch)
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else tmp_path) as folder:

@@ -63,17 +63,21 @@ def attentions(check):
     return [each for each in entries if isinstance(each, OperatorPlan) and each.node.operator == "Attention"]
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
-@pytest.mark.parametrize(
-    "algorithm, cut, found",
-    [
+WAYS = [  # algorithm, the dims of query and key that are cut, what is found, dropout
+    (*way, dropout)
+    for dropout in (0.0, 0.5)
+    for way in (
         ("gather", (1, 1), ("attention_gather", ROWS, WHOLE)),
         ("ring", (1, 1), ("attention_ring", ROWS, ROWS)),
         ("all_to_all", (1, 1), (None, HEADS, HEADS)),
         ("auto", (2, 1), (None, HEADS, HEADS)),
         ("auto", (None, 1), ("attention_merge", WHOLE, ROWS)),
-    ],
-)
+    )
+]
+
+
+# what is drawn goes by places: dropped, one way with parts of all and one with whole queries tell it
+@pytest.mark.parametrize("algorithm, cut, found, dropout", daily([*WAYS[:5], WAYS[6], WAYS[9]], WAYS))
 def test_each_algorithm(algorithm, cut, found, dropout):
     """Forward and all gradients, both engines; all dims have one size, so that a wrong one would fit."""
     length, groups = (4, 4) if cut[0] else (1, 1)
@@ -203,7 +207,7 @@ def test_places_that_float32_does_not_tell_apart():
         ranged_attention(*tensors, 0.5)
 
 
-@pytest.mark.parametrize("algorithm", ["attention_ring", "attention_gather"])
+@pytest.mark.parametrize("algorithm", daily(["attention_ring"], ["attention_ring", "attention_gather"]))
 def test_halves_against_one_card(algorithm):
     """In bfloat16: sums over 8 ranks are of float32, so that errors don't grow with the number of ranks."""
     length, own, draw = 16, np.arange(16, dtype=np.int32)[None], np.random.default_rng(0)
@@ -224,10 +228,10 @@ def test_halves_against_one_card(algorithm):
         np.testing.assert_allclose(one, other, 2**-7, 2**-8 * np.abs(other).max())
 
 
-@pytest.mark.parametrize(
-    "order, reach, share",
-    [((0, 1, 2, 3), (None, 0), 1 / 2), ((0, 7, 1, 6, 2, 5, 3, 4), (None, 0), 3 / 4), (None, (None, 0), 1)],
-)
+SHARES = [((0, 7, 1, 6, 2, 5, 3, 4), (None, 0), 3 / 4), (None, (None, 0), 1), ((0, 1, 2, 3), (None, 0), 1 / 2)]
+
+
+@pytest.mark.parametrize("order, reach, share", daily(SHARES[:2], SHARES))
 def test_rows_that_nobody_needs_are_not_sent(order, reach, share):
     """Bytes forward are 2 b (s / P) h_kv e (P - 1) a rank of a whole ring; backward twice that; as is foretold."""
     ranks, length, groups = 4, 16, 2

@@ -54,7 +54,7 @@ def work_of(plan):
     return total
 
 
-@pytest.mark.parametrize("name", daily(list(MODELS)[::3], MODELS))
+@pytest.mark.parametrize("name", daily(list(MODELS)[::6], MODELS))
 def test_a_rank_of_two_does_half_of_the_work(name):
     one, two = data_parallel(MODELS[name])
     moves = [place.entry for place in operators_in_order(two) if isinstance(place.entry, Redistribution)]

@@ -14,10 +14,10 @@ ONE_MICRO_BATCH = ("training.local_batch_size=2", "parallelism.pipeline_parallel
 RUNS = {
     "one card": (),
     "pp 2": (*PP, "parallelism.pipeline_parallel_schedule=zb_h1"),
-    "dp 2, zero 3": ZERO3,
     "tp 2, sequence parallel, recompute": (*TP, "parallelism.sequence_parallel=true", *RECOMPUTE),
 }
 MORE_RUNS = {
+    "dp 2, zero 3": ZERO3,
     "tp 2": TP,
     "dp 2": DP,
     "dp 2, tp 2, zero 2": (*DP, *TP, *ZERO2),
@@ -46,12 +46,12 @@ def _no_alarm(runs, folder, dtype, steps):
 
 
 def test_meshes_and_modes(tmp_path):
-    assert _no_alarm(RUNS, tmp_path, "float32", 1) == 6
+    assert _no_alarm(RUNS, tmp_path, "float32", 1) == 3
 
 
 @pytest.mark.nightly
 def test_half_precision(tmp_path):
-    runs = {name: RUNS[name] for name in list(RUNS)[::3]}
+    runs = {name: RUNS[name] for name in list(RUNS)[::2]}
     assert _no_alarm(runs, tmp_path, "float16", 1) == 1
 
 

@@ -223,7 +223,7 @@ def _found(parting):
     return "moved" if parting.first.copy.moved else key[0], name, about["operator"]
 
 
-@pytest.mark.parametrize("planted", daily(list(FAULTS)[::12], FAULTS))
+@pytest.mark.parametrize("planted", daily(list(FAULTS)[::16], FAULTS))
 def test_planted_fault(planted, one_card, tmp_path, monkeypatch):
     overrides, fault, expected = FAULTS[planted]
     run, perturbed = one_card

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from support.launch import ROOT
+from support.nightly import seeds
 from support.small_generation import RECIPE, mesh
 from test_routed_recipes import DEEPSEEK
 
@@ -28,7 +29,7 @@ sys.path.insert(0, str(ROOT / "docs"))
 import make_experts  # noqa: E402
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", seeds(10, 40))
 def test_placements_of_random_loads(seed):
     """A permutation, whose experts move only to other ranks, better than before, and that no exchange betters."""
     rng = np.random.default_rng(seed)

@@ -142,8 +142,10 @@ CUTS_OF_4 = [
 ]
 
 
-@pytest.mark.parametrize("capacity", [None, (1, 2)])
-@pytest.mark.parametrize("mesh, cuts", [(MESH, CUTS), (MESH_OF_4, CUTS_OF_4)], ids=["two", "four"])
+LAID = [(MESH, CUTS, None), (MESH_OF_4, CUTS_OF_4, (1, 2)), (MESH, CUTS, (1, 2)), (MESH_OF_4, CUTS_OF_4, None)]
+
+
+@pytest.mark.parametrize("mesh, cuts, capacity", daily(LAID[:2], LAID))  # each value of each once
 def test_each_cut(mesh, cuts, capacity):
     """Forward and all gradients; all dims have one size, so that a wrong one would fit."""
 

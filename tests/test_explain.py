@@ -1,6 +1,7 @@
 """What is said of a plan: counts and bytes are those found by hand, the text is complete, the page stands alone."""
 
 import re
+from functools import cache
 from html.parser import HTMLParser
 from types import SimpleNamespace
 
@@ -158,6 +159,7 @@ def test_totals_are_the_sums_of_all_moves(name):
     assert max(map(len, lines)) <= 120
 
 
+@cache
 def llama(layers=4):
     model, make = small_llama(num_hidden_layers=layers)
     args, named = make(1)

@@ -34,7 +34,7 @@ from mindformers_core.trainer.trainer import Trainer
 
 RECIPE, BASE = str(ROOT / "examples" / "fine_tuning.yaml"), str(ROOT / "tests" / "golden" / "llama_untied")
 SMALL = (
-    "training.steps=6", "training.local_batch_size=2", "training.global_batch_size=8", "training.max_norm=0.5",
+    "training.steps=6", "training.local_batch_size=2", "training.global_batch_size=4", "training.max_norm=0.5",
     f"checkpoint.load_path={BASE}", "train_dataset.options.path=" + str(ROOT / "examples" / "fine_tuning.jsonl"),
 )  # fmt: skip
 sys.path.insert(0, str(ROOT / "examples"))

@@ -1,6 +1,7 @@
 """What it takes to compute an instruction again: figures found by hand, and the price of the plan."""
 
 from dataclasses import replace
+from functools import cache
 from types import SimpleNamespace
 
 import pytest
@@ -29,6 +30,7 @@ def float_meta(*shape):
     return tensor_meta(shape, "float32")
 
 
+@cache
 def llama(mesh, device=CPU, trained=True):
     model, make = small_llama()
     args, named = make(1)

@@ -110,7 +110,7 @@ def logits_here(recipe, ids):
 
 def check_answers(theirs):
     """Logits, and the tokens that are generated, on ranks."""
-    expected, recipe = load_file(theirs / "expected.safetensors"), recipe_of(theirs, *mesh(tp=4))
+    expected, recipe = load_file(theirs / "expected.safetensors"), recipe_of(theirs, *mesh(tp=2))
     check_close(logits_here(recipe, expected["ids"][:1, :-1])[:, 1::2], expected["logits"], "logits")
     checkpoint = open_source(recipe)
     prompts, new = expected["ids"][:1].tolist(), expected["tokens"].tolist()
@@ -118,7 +118,7 @@ def check_answers(theirs):
     def work(rank):
         return make_generator(recipe, recipe_mesh(recipe), rank, 1, 17, 24, checkpoint).run(prompts, 24, GREEDY)
 
-    assert SimulatedRanks(4).run(work) == [new] * 4
+    assert SimulatedRanks(2).run(work) == [new] * 2
     assert len(set(new[0])) > 5
 
 
@@ -126,10 +126,8 @@ MESHES = {
     "dp, tp, ZeRO 2": DP_AND_TP, "pp, tp": PIPELINE, "ZeRO 3, recompute": ZERO_3, "cp, tp, sp": SEQUENCES,
     "tp 4": mesh(tp=4),  # more ranks than heads of keys and values
 }  # fmt: skip
-DAILY = {
-    ("llama_tied", "dp, tp, ZeRO 2"), ("llama_untied", "pp, tp"), ("qwen3", "ZeRO 3, recompute"),
-    ("gpt2", "pp, tp"), ("deepseek_v3", "cp, tp, sp"),
-    ("qwen3_moe", "dp, tp, ZeRO 2"),
+DAILY = {  # each kind of layers, and each mesh, once; parts of sequences have daily tests in test_label_weights.py
+    ("qwen3", "ZeRO 3, recompute"), ("gpt2", "pp, tp"), ("deepseek_v3", "tp 4"), ("qwen3_moe", "dp, tp, ZeRO 2"),
 }  # fmt: skip
 
 

@@ -4,6 +4,7 @@ and no program is made twice."""
 import numpy as np
 import pytest
 from mindspore import Tensor
+from support.nightly import daily
 from support.small_pipelines import Counted, Scale, array, pipeline
 from test_training_loop import ONE_RANK, SMALL
 
@@ -48,7 +49,7 @@ def alone(monkeypatch):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )  # fmt: skip
-@pytest.mark.parametrize("dry", [False, True], ids=["train", "dry"])
+@pytest.mark.parametrize("dry", daily([False], [False, True]), ids=["train", "dry"])
 def test_a_run_that_can_not_be_is_told_in_a_line(tmp_path, capsys, overrides, message, dry):
     """As a dry run does; there is no run folder then."""
     folder, cache = tmp_path / "run", tmp_path / "cache"

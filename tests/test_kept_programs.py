@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from mindspore import Parameter, Tensor, nn, ops
+from support.nightly import daily
 from test_trainer import ONE_RANK, SMALL, rows_of
 
 from mindformers_core import Trainer
@@ -67,7 +68,7 @@ RECIPES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", daily(["pp", "cp", "cpu_1p"], RECIPES))  # what no other daily one has
 def test_programs_of_recipes(tmp_path, made, name):
     """Of all stages of a rank, and again."""
     recipe = load_recipe(str(ONE_RANK).replace("cpu_1p", name), RECIPES[name])

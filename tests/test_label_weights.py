@@ -83,7 +83,7 @@ def recipe(local, parallelism, **training):
     })  # fmt: skip
 
 
-def trained(local, parallelism, steps=2, **precision):
+def trained(local, parallelism, steps=1, **precision):
     """Losses and norms of the steps, the gradients of the first one, and the parameters at the end; global arrays."""
     given = replace(recipe(local, parallelism, steps=steps), precision=Precision(**precision))
     rows, gradients, weights, _ = train_simulated(given, steps)
@@ -92,7 +92,7 @@ def trained(local, parallelism, steps=2, **precision):
     return np.array(figures[0]), gradients, weights
 
 
-@pytest.fixture(scope="module", params=(2, pytest.param(10, marks=pytest.mark.nightly)))
+@pytest.fixture(scope="module", params=(1, pytest.param(10, marks=pytest.mark.nightly)))
 def one_card(request):
     return trained(SAMPLES, {}, request.param)
 
@@ -109,13 +109,10 @@ def test_one_batch_is_the_mean_over_its_labels(one_card):
         np.testing.assert_allclose(gradients[parameter.name], gradient.asnumpy(), atol=1e-7)
 
 
-BY_NIGHT = (
-    "dp 3, runs *", "dp 4, runs", "dp 2 x tp 2, runs *", "level 1 *", "micro-batches *", "pipeline at level 2 *",
-    "cp 2, runs", "cp 3, runs *", "cp 3 x tp 2, level 1", "pp 2 x dp 2 x cp 2 at level 3 *", "pp 2 x dp 2",
-)  # fmt: skip
+BY_DAY = "runs", "cp 2, runs", "micro-batches, runs", "split gradients"  # one of each kind of runs
 
 
-@pytest.mark.parametrize("name", daily(CUTS.keys() - BY_NIGHT, CUTS))
+@pytest.mark.parametrize("name", daily(BY_DAY, CUTS))
 def test_every_label_weighs_alike(name, one_card):
     figures, gradients, weights = trained(*CUTS[name], len(one_card[0]))
     np.testing.assert_allclose(figures, one_card[0], rtol=1e-5)
@@ -129,11 +126,14 @@ def counted_squares(output, target):
     return ops.sum(ops.square(output) * ops.expand_dims(target, 1)), ops.sum(ops.cast(target, ms.int32))
 
 
-@pytest.mark.parametrize("name", daily(["pp 2 x dp 2"], ["pp 2 x dp 2", "pp 2 x dp 2, runs *", "level 3 *"]))
+HALVED = "micro-batches, runs", "pp 2 x dp 2", "pp 2 x dp 2, runs *", "level 3 *"
+
+
+@pytest.mark.parametrize("name", daily(HALVED[:1], HALVED))
 def test_passes_in_half_precision(name, one_card):
     """Weights and moments in float32: figures within the rounding of float16, with a loss scale that skips nothing."""
     figures, gradients, _ = trained(*CUTS[name], compute="float16")
-    np.testing.assert_allclose(figures, one_card[0][:2], rtol=2e-3)
+    np.testing.assert_allclose(figures, one_card[0][:1], rtol=2e-3)
     for path, gradient in one_card[1].items():
         np.testing.assert_allclose(gradients[path], gradient, atol=2e-3 * np.abs(gradient).max(), err_msg=path)
 

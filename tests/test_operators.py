@@ -25,7 +25,7 @@ from mindformers_core.operators.resolve import alternatives
 from mindformers_core.redistribution import CPU, plan_redistribution
 
 MESH = init_device_mesh((2, 2), ("a", "b"))
-COMBINATIONS = 60  # of input layouts, a call
+COMBINATIONS = 24  # of input layouts, a call; five times as many at night
 ARRIVING = 3  # of these, with which every layout of an output is asked for
 
 
@@ -103,12 +103,12 @@ def layouts_of(array):
                 yield Layout.on(MESH, dims, dict.fromkeys(marks["partial"], "sum"), marks["varying"])
 
 
-def combinations(tensors, rng):
+def combinations(tensors, rng, most=COMBINATIONS):
     """Layouts for every tensor: all there are, or that many at random."""
     each = [list(layouts_of(tensor)) for tensor in tensors]
-    if math.prod(map(len, each)) <= COMBINATIONS:
+    if math.prod(map(len, each)) <= most:
         return list(itertools.product(*each))
-    return [[options[rng.integers(len(options))] for options in each] for _ in range(COMBINATIONS)]
+    return [[options[rng.integers(len(options))] for options in each] for _ in range(most)]
 
 
 def moved(local, source, target, array):
@@ -119,14 +119,20 @@ def moved(local, source, target, array):
 
 
 @all_cases
-def test_shards_compute_what_one_card_does(call):
+def test_shards_compute_what_one_card_does(call, most=COMBINATIONS):
     """For all layouts that may arrive: redistribute as resolved, compute on every rank locally, compare."""
     rng = np.random.default_rng(zlib.crc32(str(call).encode()))
     tensors = tensors_of(call)
-    for layouts in combinations(tensors, rng):
+    for layouts in combinations(tensors, rng, most):
         metas = [meta_of(tensor, layout) for tensor, layout in zip(tensors, layouts)]
         asked = OperatorCall(call.name, ask(call, metas)[0], tuple(metas), MESH, CPU)
         check_resolution(call, tensors, layouts, resolve(asked), rng)
+
+
+@pytest.mark.nightly
+@all_cases
+def test_more_layouts(call):
+    test_shards_compute_what_one_card_does(call, 5 * COMBINATIONS)
 
 
 @all_cases

@@ -45,7 +45,7 @@ TWO = [  # cut over two axes at once
 ]
 
 
-@pytest.mark.parametrize(("name", "layouts"), TWO, ids=str)
+@pytest.mark.parametrize(("name", "layouts"), daily(TWO[::3], TWO), ids=str)
 def test_two_axes(name, layouts):
     verified(sample(name, layouts), MESH_OF_4)
 
