@@ -83,7 +83,8 @@ def simulate(job, interval, failures):
             out["steps"] = base + ended * interval + min(interval, int(ran))
             saved = base + complete * interval if complete > 0 else saved
             if kind == "preemption":
-                saved, own = out["steps"], job.save + job.background
+                before = max(0.0, job.background + ended * cycle - time) if ended else 0.0  # until that is complete
+                saved, own = out["steps"], before + job.save + job.background
                 out.update(wall=own, saving=own)
         if kind == "disk":
             out["lost_steps"], out["steps"] = out["lost_steps"] + out["steps"] - saved, saved

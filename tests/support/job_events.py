@@ -1,8 +1,9 @@
 """What a job went through, as events, against the simulator: the ETTR of trials that were really run.
 
 Events are tuples `(seconds, what, step)` by time: "start", the job is launched at first; "step" has ended; "save",
-training goes on after one; "complete", its checkpoint is, of a save beside training; "death", step 0. The last is the
-end of the job. The step after a death may be a lower one.
+training goes on after one; "complete", the checkpoint of this step is, of a save beside training: later, or before
+"save" where the job has waited for that; "death", step 0. The last is the end of the job. The step after a death may be
+a lower one.
 """
 
 from itertools import pairwise
@@ -35,46 +36,63 @@ def pooled_ettr(jobs, interval):
     for events, _ in lived:
         for name, seconds in _seconds(events).items():
             passed.setdefault(name, []).extend(seconds)
-    known, steps, wall, failures = _mean_job(passed), 0, 0.0, []
+    known, done = _mean_job(passed), []
     for events, kinds in lived:
-        events = _steady(events, known, interval)
-        failures += [(gap, kind) for (gap, _), kind in zip(failures_of(events), [*kinds, "memory"], strict=True)]
-        steps, wall = steps + _steps(events), wall + events[-1][0]
-    wall += sum(kind == "preemption" for _, kind in failures) * (known.save + known.background)
-    return steps * known.step / wall, simulate(known, interval, failures)["ettr"]
+        events, waited = _steady(events, kinds, known, interval)
+        failures = [(gap, kind) for (gap, _), kind in zip(failures_of(events), [*kinds, "memory"], strict=True)]
+        simulated = simulate(known, interval, failures)
+        done.append((_steps(events), events[-1][0] + waited, simulated["steps"], simulated["wall"]))
+    steps, wall, simulated_steps, simulated_wall = map(sum, zip(*done))
+    return steps * known.step / wall, simulated_steps * known.step / simulated_wall
 
 
 def _lived(job):
     """The events of a trials' job, and the kinds of its deaths, each after all that the signalled job has still done.
 
-    One that saves before it leaves dies before that.
+    One that saves before it leaves, with the checkpoint whole, dies before that; "left" is the end of that save.
     """
     events, kinds = [tuple(event) for event in job["events"] if event[1] != "death"], []
     for trial in job["trials"]:
         time, end = trial["time"], trial["time"] + trial["ended"]
-        saves = [event for event in events if event[1] == "save" and time < event[0] < end]
-        if saves:
-            events.remove(saves[-1])
-            end = saves[-1][0]
+        done = [event for event in events if time < event[0] < end]
+        own = [event for event in done if event[1:] in {("save", done[-1][2]), ("complete", done[-1][2])}]
+        leaves = done and done[-1][1] == "save" and (len(own) == 2 or not job["async"])
+        events = [event for event in events if not leaves or event not in own]
         time = max([time, *(event[0] for event in events if event[0] < end and event[1] != "death")])
-        kinds.append("preemption" if saves else "disk")
-        events.append((time, "death", 0))
+        kinds.append("preemption" if leaves else "disk")
+        events += [(time, "death", 0), *([(done[-1][0], "left", 0)] if leaves else [])]
     return sorted(events, key=lambda event: event[0]), kinds
 
 
-def _steady(events, known, interval):
-    """The same events from second 0 on, where each takes what it takes on average, and what a death ends less."""
-    clock, found = 0.0, [(0.0, *events[0][1:])]
-    for before, now in pairwise(event for event in events if event[1] != "complete"):
-        starts = before[1] in ("start", "death")
+def _steady(events, kinds, known, interval):
+    """The same events from second 0 on, where each takes what it takes on average, and what a death ends less; and the
+    seconds of saves before jobs left, after their deaths.
+
+    A checkpoint that was complete before a death still is, and one that wasn't isn't.
+    """
+    clock, found, waited, kinds, before = 0.0, [(0.0, *events[0][1:])], 0.0, iter(kinds), events[0]
+    written = whole = None  # when the newest checkpoint of this start is complete; whether it was
+    for now in events[1:]:
+        if now[1] in ("complete", "left"):
+            whole = True
+            continue
+        starts, saves = before[1] in ("start", "death"), before[1] == "step" and before[2] % interval == 0
+        wait = 0.0 if written is None else max(0.0, known.background - interval * known.step)
+        most = known.restart if starts else known.save + wait if saves else known.step
         if now[1] == "death":
-            saves = before[1] == "step" and before[2] % interval == 0
-            most = known.restart if starts else known.save if saves else known.step
             clock += most * min(0.99, max(0.01, (now[0] - before[0]) / most))  # in it: at its end it has rounding
+            if next(kinds) == "preemption":
+                waited += known.save + known.background + max(0.0, (written or 0.0) - clock)
+            elif written is not None:
+                clock = max(clock, written + 0.01 * known.step) if whole else min(clock, written - 0.01 * known.step)
+            written = None
         else:
-            clock += known.restart * starts + (known.step if now[1] == "step" else known.save)
+            clock += known.restart * starts + (known.step if now[1] == "step" else known.save + wait)
+        if now[1] == "save":
+            written, whole = clock + known.background, known.background == 0
         found.append((clock, *now[1:]))
-    return [*found[:-1], (clock + 0.01 * known.step, *found[-1][1:])]
+        before = now
+    return [*found[:-1], (clock + 0.01 * known.step, *found[-1][1:])], waited
 
 
 def failures_of(events, kind="disk"):
@@ -98,12 +116,25 @@ def _mean_job(seconds):
 
 
 def _seconds(events):
-    """What each step, save, checkpoint beside training and start has taken: a dict of lists, by the names of `Job`."""
-    ended = {step: time for time, what, step in events if what == "save"}
-    writing = [max(0.0, time - ended[step]) for time, what, step in events if what == "complete" and step in ended]
-    pairs = list(pairwise(event for event in events if event[1] != "complete"))
-    passed = [(now[0] - before[0], before[1], now[1]) for before, now in pairs]
-    steps = [time for time, before, now in passed if now == "step" and before in ("step", "save")]
-    starts = [time - fmean(steps) for time, before, now in passed if now == "step" and before in ("start", "death")]
-    saves = [time for time, _, now in passed if now == "save"]
-    return {"step": steps, "save": saves, "background": writing, "restart": starts}
+    """What each step, save, checkpoint beside training and start has taken: a dict of lists, by the names of `Job`.
+
+    A save that waits for the checkpoint before it begins after that; one that waits for its own isn't among them.
+    """
+    found, before, whole, ended = {name: [] for name in ("step", "save", "background", "starts")}, events[0], {}, {}
+    for now in events[1:]:
+        time, what, step = now
+        if what == "complete":
+            found["background"] += [time - ended[step]] if step in ended else []
+            whole[step] = time
+            continue
+        seconds = time - before[0]
+        if what == "step":
+            found["step" if before[1] in ("step", "save") else "starts"].append(seconds)
+        elif what == "save":
+            found["save"] += [] if step in whole else [time - max([before[0], *whole.values()])]
+            ended[step] = time
+        else:  # "death", then maybe "left"
+            whole, ended = {}, {}
+        before = now
+    step = fmean(found["step"] or [0.0])
+    return found | {"restart": [seconds - step for seconds in found.pop("starts")]}

@@ -101,18 +101,22 @@ class Points:
         with (self.folder / file).open("a") as lines:
             lines.write(json.dumps(what) + "\n")
 
-    def event(self, what):
-        """Rank 0 tells what the job has done."""
+    def event(self, what, step=None):
+        """Rank 0 tells what the job has done, at a step; default: that of now."""
         if self.rank == 0:
-            self.tell("events", (time.monotonic(), what, self.steps))
+            self.tell("events", (time.monotonic(), what, self.steps if step is None else step))
 
     def completed(self, saving):
-        """Tell when a `BackgroundSave` that has started is done."""
+        """Tell when the checkpoint of a `BackgroundSave` that has started is whole: some steps later, maybe."""
+        step, folder = self.steps, saving.folder
 
         def wait():
             saving.await_copies()
-            if saving._process is not None and saving._process.wait() == 0:
-                self.event("complete")
+            process = saving._process
+            while process is not None and process.poll() is None and not os.path.isdir(folder):
+                time.sleep(0.01)
+            if os.path.isdir(folder):
+                self.event("complete", step)
 
         threading.Thread(target=wait, daemon=True).start()
 
