@@ -20,7 +20,7 @@ from mindformers_core.tensor_parallel import shard
 from mindformers_core.trainer.trainer import Trainer
 from mindformers_core.zero import MixedPrecision, hsdp, memory_report
 
-__all__ = ["PAGE", "computed_tables", "measured_table"]
+__all__ = ["LARGE", "PAGE", "computed_tables", "measured_table"]
 
 DOCS = Path(__file__).resolve().parent
 PAGE, CONFIGS = DOCS / "zero.md", DOCS.parent / "configs"
@@ -38,10 +38,10 @@ def table(head, rows):
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def computed_tables():
+def computed_tables(names=tuple(LARGE)):
     """Name of a block -> the table of a large recipe's model, gigabytes on a rank."""
     tables = {}
-    for name, sizes in LARGE.items():
+    for name, sizes in ((name, LARGE[name]) for name in names):
         rows = [row for level in LEVELS for row in _computed_rows(name, sizes, level)]
         tables[f"{name}, dp {sizes[0]}, tp {sizes[1]}"] = table([*HEAD, "states"], rows)
     return tables

@@ -25,7 +25,7 @@ from make_operators import PAGE, page, row  # noqa: E402
 from operator_coverage import measure_all  # noqa: E402
 
 RECORD = ROOT / "tests" / "operator_coverage.json"
-EACH = 48  # of how many functions and rows one is measured daily
+EACH = 96  # of how many functions and rows one is measured daily
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def record():
 
 @pytest.fixture(scope="module")
 def sample(spaces, tmp_path_factory):
-    """Outcomes of every forty-eighth function, and of all that every such row of the page needs."""
+    """Outcomes of one function of `EACH`, and of all that every such row of the page needs."""
     targets = [target for each in spaces.values() for target in each][::EACH]
     rows = [target for name in list(ROWS)[::EACH] for target in spellings(name)]
     return measure_all(

@@ -1,4 +1,7 @@
-"""Jobs of ranks that go on by themselves: what is left is the run that would have been. More of them: `trials.py`."""
+"""Jobs of ranks that go on by themselves: what is left is the run that would have been. More of them: `trials.py`.
+
+Daily the ranks have no MindSpore, which takes long to start; states in memory: `test_memory`.
+"""
 
 import re
 import shutil
@@ -41,6 +44,7 @@ def lose(job, *ranks):
 
 
 @pytest.mark.waits
+@pytest.mark.nightly
 def test_a_killed_rank(tmp_path):
     """After step 8, with a state in memory every 3 steps: no byte is read from disk, where there is no checkpoint yet.
 
@@ -65,9 +69,9 @@ def test_a_killed_rank(tmp_path):
 
 @pytest.mark.waits
 def test_a_sample_of_trials(tmp_path):
-    """Eight signals, with ranks that start at once; those of a recipe's job are nightly."""
-    jobs = [*trials(tmp_path, 8, seed=3, kind=StandIn, of_a_job=4)]
-    assert sum(len(job["trials"]) for job in jobs) == 8
+    """Four signals, with ranks that start at once; those of a recipe's job are nightly."""
+    jobs = [*trials(tmp_path, 4, seed=3, kind=StandIn, of_a_job=2)]
+    assert sum(len(job["trials"]) for job in jobs) == 4
 
 
 @pytest.mark.nightly

@@ -82,12 +82,12 @@ def case_softmax_algorithms():
     check(*CASES["softmax"], [COLUMNS])
     masked = NUMBERS.copy()
     masked[0, :4], masked[1, 2:7], masked[2, 7] = -np.inf, -np.inf, -np.inf
-    check({name: SOFTMAX[name] for name in ("softmax", "logsumexp")}, [masked], [COLUMNS], ENGINES)
+    check({name: SOFTMAX[name] for name in ("softmax", "logsumexp")}, [masked], [COLUMNS], ["eager"])
     low = np.repeat(np.float32([[-1e9], [np.finfo(np.float32).min], [-1e5], [0]]), 8, 1)  # masked throughout
     low[3, :6] = np.finfo(np.float32).min
     entropy = {"entropy": lambda x: ops.SoftmaxCrossEntropyWithLogits()(x, ops.ones_like(x) / 8)[0]}
     scan = {"scan": lambda x: ops.logcumsumexp(ops.stop_gradient(x), 1)}  # on one card its gradient has no digits
-    check({**SOFTMAX, **entropy, **scan}, [low], [COLUMNS], ENGINES)
+    check({**SOFTMAX, **entropy, **scan}, [low], [COLUMNS], ["generated"])
 
 
 @on_ranks(nightly=(2,))
@@ -121,7 +121,6 @@ def case_scan_algorithms():
 @on_ranks(2)
 def case_lookup_algorithms():
     check(*CASES["lookups in rows"], [ROWS, layout()])
-    check(*CASES["lookups in columns"], [COLUMNS, layout()], ENGINES)
 
 
 @on_ranks(2)
@@ -138,8 +137,6 @@ def case_lookups_of_which_a_rank_has_nothing():
 
 @on_ranks(2)
 def case_loss_algorithms():
-    some = {name: LOSSES[name] for name in ("summed", "weighted")}
-    check(some, [NUMBERS, LABELS], [ROWS, layout("tp")], ENGINES)
     check(*CASES["losses"], [COLUMNS, layout()], ["generated"])
 
 
@@ -150,14 +147,18 @@ def case_windows(modes=("generated",)):
 
 @on_ranks(nightly=(2,))
 def case_compiled_algorithms():
-    """Of families that run in PyNative by day."""
+    """Of families that run in PyNative by day; other cuts of lookups and losses, by both engines."""
     case_scatter_algorithms(BOTH)
+    check(*CASES["lookups in columns"], [COLUMNS, layout()], ENGINES)
+    some = {name: LOSSES[name] for name in ("summed", "weighted")}
+    check(some, [NUMBERS, LABELS], [ROWS, layout("tp")], ENGINES)
     check(*CASES["losses"], [COLUMNS, layout()])
     case_windows(BOTH)
 
 
-@on_ranks(2)
+@on_ranks(nightly=(2,))
 def case_joint_and_offered_cuts():
+    """Daily, on simulated ranks: `test_joint_cuts`."""
     register()
     rows, more = (np.random.default_rng(seed).normal(size=(4, 8)).astype(np.float32) for seed in (3, 4))
     check({"pairs": pair_sum, "turned": lambda x, y: pair_sum(y, x)}, [rows, more], [ROWS, ROWS])

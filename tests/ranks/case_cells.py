@@ -151,14 +151,14 @@ class Recomputed(nn.Cell):
 
 
 @on_ranks(2)
-def case_recompute():
+def case_recompute(part=0):
     """With weights sharded in ways that need collectives or marks, also where `recompute()` came before `shard()`."""
     mesh = init_device_mesh((2,), ("tp",))
     plan = {f"{block}.{name}": entry for block in ("first", "second") for name, entry in ATTENTION.items()}
     gathered = {f"{block}.{name}": {"weight": layout("tp")} for block in ("first", "second") for name in "qkvo"}
-    for way in ("cell", "function"):
-        for used, x_layout in ((plan, layout()), (gathered, layout("tp")), (gathered, layout())):
-            compare(partial(Recomputed, way), mesh, used, x_layout)
+    cut = (plan, layout()), (gathered, layout("tp")), (gathered, layout())
+    for way, (used, x_layout) in [*product(("cell", "function"), cut)][part::2]:
+        compare(partial(Recomputed, way), mesh, used, x_layout)
 
 
 @on_ranks(2)
@@ -204,7 +204,7 @@ def case_tied_frozen_and_many():
     """See `Tied`; the vocabulary sharded or not, the batch sharded or not."""
     mesh = init_device_mesh((2,), ("tp",)) if world().size == 2 else init_device_mesh((2, 2), ("dp", "tp"))
     batch = "dp" if "dp" in mesh.axis_names else None
-    for table in (layout("tp"), layout(None, "tp"), layout()):
+    for table in (layout("tp"), layout(None, "tp"), layout())[: 3 if batch is None else 1]:
         plan = {
             "": {
                 "input": layout(batch),
@@ -215,12 +215,16 @@ def case_tied_frozen_and_many():
         counts = compare(Tied, mesh, plan, layout(batch))
         assert counts
     compare(Tied, mesh, {"twice": ROWS}, layout(batch), train=("twice.weight",))
-    compare(Tied, mesh, {"twice": ROWS}, layout(batch), after=lambda cell: setattr(cell.parts[0], "unused", None))
+    if batch is None:
+        compare(Tied, mesh, {"twice": ROWS}, layout(batch), after=lambda cell: setattr(cell.parts[0], "unused", None))
 
 
-@on_ranks(4)
+@on_ranks(nightly=(4,))
 def case_manual_split():
-    """Of each column of ids its own part of a table, by MindSpore's attribute; in PyNative and compiled."""
+    """Of each column of ids its own part of a table, by MindSpore's attribute; in PyNative and compiled.
+
+    Daily, on simulated ranks: `test_padding`.
+    """
     sizes = 10, 20, 30, 4
     ids = Tensor([[3, 29, 30, 60], [9, 10, 59, 63], [3, 11, 31, 63]], ms.int32)
 
@@ -248,11 +252,11 @@ def case_manual_split():
 
 
 @on_ranks(4)
-def case_weights_that_their_input_contradicts():
+def case_weights_that_their_input_contradicts(each=6):
     """ZeRO-3 (weights sharded over the batch's own axis), and weights cut like nothing else, or on both axes."""
     mesh = init_device_mesh((2, 2), ("dp", "tp"))
     weights = [("dp", None), (None, "dp"), (("tp", "dp"), None), ("tp", "dp"), ("dp", "tp"), (None, "dp_tp")]
-    for given, entries in [*product(weights, [("dp",), (None, "tp"), ("tp", "dp")])][::2]:
+    for given, entries in [*product(weights, [("dp",), (None, "tp"), ("tp", "dp")])][::each]:
         plan = {name: {"weight": layout(*given)} for name in "qkvo"}
         compare(Attention, mesh, plan, layout(*entries), steps=1)
     zero = {name: {"weight": layout("dp", None)} for name in "qkvo"}
@@ -263,13 +267,12 @@ def case_weights_that_their_input_contradicts():
 
 
 @on_ranks(4)
-def case_inputs_that_are_declared():
+def case_inputs_that_are_declared(each=4):
     """Inputs moved at the boundary to all sorts of layouts, and results, too."""
     mesh = init_device_mesh((2, 2, 1), ("dp", "tp", "cp"))
     firsts = layout("dp"), layout("dp", "cp", "tp"), layout("tp", None, "dp")
-    for first, second in [*product(firsts, (layout("dp", None, None), layout(None, "tp", None), layout(..., "tp")))][
-        ::2
-    ]:
+    seconds = layout("dp", None, None), layout(None, "tp", None), layout(..., "tp")
+    for first, second in [*product(firsts, seconds)][::each]:
         plan = {
             **ATTENTION,
             "q": {**COLUMNS, "input": first, "output": second},
@@ -279,6 +282,13 @@ def case_inputs_that_are_declared():
         compare(Attention, mesh, plan, layout("dp", "cp"), steps=1, shape=(4, 4, HIDDEN))
 
 
+@on_ranks(nightly=(4,))
+def case_all_weights_and_inputs_that_contradict():
+    """By day some; random ones, on simulated ranks, in `test_propagation_random`."""
+    case_weights_that_their_input_contradicts(1)
+    case_inputs_that_are_declared(1)
+
+
 def pieces(split):
     """Of pieces of a tensor all but the first, whose gradient comes from an all_gather as a part of a tensor."""
     slope = Tensor(np.arange(8, dtype=np.float32))
@@ -286,7 +296,7 @@ def pieces(split):
 
 
 @on_ranks(2)
-def case_gradients_of_splits():
+def case_gradients_of_splits(compiled=("unequal lengths",)):
     """Each rank's own, whatever the gradient is a view of: MindSpore's CPU gradient of these splits gives rank 0's."""
     mesh, x = init_device_mesh((2,), ("dp",)), np.random.default_rng(0).normal(size=(4, 6, 8)).astype(np.float32)
     mine = part_of(x, layout("dp").bind(mesh, 3))
@@ -298,12 +308,19 @@ def case_gradients_of_splits():
     ):
         last = first * 2 if name == "equal lengths" else 6
         expected = 2 * mine * np.arange(8) ** 2 * ((np.arange(6) >= first) & (np.arange(6) < last))[:, None]
-        for run in ("generated", "eager", "compiled"):
+        for run in ("generated", "eager", *["compiled"] * (name in compiled)):
             mode = "eager" if run == "eager" else "generated"
             cell = shard(pieces(split), mesh, plan={"": {"input": layout("dp"), "output": layout()}}, mode=mode)
             gradient = ms.grad(cell)
             found = (jit(gradient) if run == "compiled" else gradient)(Tensor(mine))
             np.testing.assert_allclose(found.asnumpy(), expected, 1e-5, 1e-5, err_msg=f"{name}, {run}")
+
+
+@on_ranks(nightly=(2,))
+def case_more_on_two_ranks():
+    """Other layouts of what is recomputed; all splits compiled."""
+    case_recompute(1)
+    case_gradients_of_splits(("lengths", "equal lengths", "method"))
 
 
 @on_ranks(2)

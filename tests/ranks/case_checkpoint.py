@@ -27,8 +27,8 @@ from mindformers_core.trainer.checkpoints import resume, save_job
 from mindformers_core.trainer.trainer import Trainer
 
 FOLDER = os.path.join(tempfile.gettempdir(), "mindformers_core_case_checkpoint_")
-DP_AND_TP, PP_AND_TP, PP = (1, 2, 1, 2), (2, 1, 1, 2), (4, 1, 1, 1)
-MODEL = ("model.num_hidden_layers=4", "model.tie_word_embeddings=true", "training.steps=9")
+PP = (4, 1, 1, 1)
+MODEL = ("model.num_hidden_layers=2", "model.tie_word_embeddings=true", "training.steps=9")
 ZERO = ("parallelism.zero_level=2", "parallelism.zero_threshold_kb=1")
 
 
@@ -42,17 +42,17 @@ def numbers(row):
     return [row[key] for key in ("step", "loss", "gradient_norm")]
 
 
-@on_ranks(4)
+@on_ranks(2, nightly=(4,))
 def case_saved_on_one_mesh_and_resumed_on_others():
-    """ZeRO 2 on (dp 2, tp 2): the next step on the same mesh is equal bit by bit; in a pipeline as V."""
-    folder = folder_of("meshes")
+    """ZeRO 2 on dp 2: the next step in a pipeline; at night all x tp 2, and on the same mesh, equal bit by bit."""
+    folder, tp = folder_of("meshes"), world().size // 2
     options = (*MODEL, f"training.output_dir={folder}")
-    job = job_on(DP_AND_TP, None, *options, *ZERO)
+    job = job_on((1, 2, 1, tp), None, *options, *ZERO)
     job.train_step()
     saved = open_checkpoint(save_job(job))
     expected = numbers(job.train_step())
-    targets = (DP_AND_TP, ZERO), (PP_AND_TP, (*pipeline("zb_v", 2), "training.local_batch_size=4"))
-    for shape, overrides in targets:
+    targets = ((2, 1, 1, tp), (*pipeline("zb_h1"), "training.local_batch_size=4")), ((1, 2, 1, tp), ZERO)
+    for shape, overrides in targets[:tp]:
         resumed = job_on(shape, None, *options, *overrides)
         resume(resumed, saved)
         found = numbers(resumed.train_step())
@@ -65,9 +65,12 @@ def case_saved_on_one_mesh_and_resumed_on_others():
         shutil.rmtree(folder)
 
 
-@on_ranks(4)
+@on_ranks(nightly=(4,))
 def case_vocabulary_that_no_axis_divides():
-    """257 ids: trained on tp 4 as on one card, resumed on tp 3 and on one card; files have 257 rows."""
+    """257 ids: trained on tp 4 as on one card, resumed on tp 3 and on one card; files have 257 rows.
+
+    Daily, on simulated ranks: `test_checkpoint_meshes`, `test_padding`.
+    """
     folder, rank = folder_of("vocabulary"), world().rank
     heads = [f"model.{key}=12" for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size")]
     options = (*heads, "model.hidden_size=24")
@@ -154,7 +157,7 @@ def case_a_signal_to_one_rank_ends_all_after_one_step():
 def case_failures_of_one_rank_are_those_of_all():
     """A rank that can't write, and a damaged tensor that one rank reads: the same error on all, and nothing is left."""
     folder = folder_of("failures")
-    options = (*MODEL, f"training.output_dir={folder}")
+    options = (*MODEL, "model.num_hidden_layers=4", f"training.output_dir={folder}")
     job = job_on(
         PP, None, *options, *pipeline("1f1b"), "parallelism.pipeline_parallel=4", "training.local_batch_size=4"
     )

@@ -23,15 +23,15 @@ import vit_with_hsdp  # noqa: E402
 
 
 @on_ranks(4)
-def case_vision_transformers_equal_one_card():
-    """By a plan, with `hsdp` and recompute."""
-    check(vit_by_plan, vit_with_hsdp)
+def case_a_vision_transformer_equals_one_card():
+    """By a plan."""
+    check(vit_by_plan)
 
 
 @on_ranks(nightly=(4,))
 def case_more_vision_transformers_equal_one_card():
-    """In a pipeline; with hooks, and jit."""
-    check(vit_in_a_pipeline, vit_with_hooks)
+    """With `hsdp` and recompute; in a pipeline; with hooks, and jit."""
+    check(vit_with_hsdp, vit_in_a_pipeline, vit_with_hooks)
 
 
 def check(*scripts):

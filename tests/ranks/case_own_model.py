@@ -130,16 +130,14 @@ def check_photos(mode):
     assert needed <= read <= 1.05 * needed
 
 
-@on_ranks(4)
-def case_a_u_net_on_images_cut_by_height_and_width():
-    """The curve and the parameters of one card; of the file, each rank reads its part alone."""
-    check_photos(1)
-
-
 @on_ranks(nightly=(4,))
-def case_a_compiled_u_net_on_images_cut_by_height_and_width():
-    """In graph mode."""
-    check_photos(0)
+def case_a_u_net_on_images_cut_by_height_and_width():
+    """The curve and the parameters of one card; of the file, each rank reads its part alone. In PyNative and compiled.
+
+    Windows daily on two ranks: `case_windows`.
+    """
+    for mode in (1, 0):
+        check_photos(mode)
 
 
 def float8_rows(shape, ranks, *overrides):
@@ -161,17 +159,12 @@ def check_float8(shape, *overrides):
     np.testing.assert_allclose(float8_rows(shape, None, *overrides), float8_alone(), 1e-12, err_msg=str(shape))
 
 
-@on_ranks(4)
-def case_float8_equals_one_card():
-    """On dp 2 x tp 2, and in a pipeline of two ranks x tp 2."""
-    check_float8((1, 2, 1, 2))
-    check_float8((2, 1, 1, 2))
-
-
 @on_ranks(nightly=(4,))
-def case_float8_on_further_meshes_and_compiled():
-    """On tp 4; with ZeRO 3; and in float32, compiled, since graphs don't send float64, as in PyNative."""
+def case_float8_equals_one_card():
+    """On several meshes; with ZeRO 3; in float32, compiled, as in PyNative, since graphs don't send float64."""
+    check_float8((1, 2, 1, 2))
     check_float8((1, 1, 1, 4))
+    check_float8((2, 1, 1, 2))
     check_float8((1, 2, 1, 2), "parallelism.zero_level=3", "parallelism.zero_threshold_kb=0")
     for shape in ((1, 2, 1, 2), (2, 1, 1, 2)):
         found = [float8_rows(shape, None, "model.wide=false", f"context.mode={mode}") for mode in (0, 1)]

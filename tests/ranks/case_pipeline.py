@@ -1,5 +1,7 @@
 """Pipelines on several ranks against one card: losses, gradients of all parameters, parameters after five steps."""
 
+from itertools import product
+
 import mindspore as ms
 import numpy as np
 import pytest
@@ -28,13 +30,19 @@ def compare_schedules(names=tuple(SCHEDULES), steps=2, compiled=False):
         assert_alike(pipelined(schedule, rows, steps), expected, name)
 
 
-@on_ranks(4, nightly=(2,))
+@on_ranks(4)
+def case_schedules_equal_one_card():
+    """In PyNative; tensors of three kinds between stages, an embedding that is the head. The tables of all schedules,
+    in one process: `test_pipeline_schedules`."""
+    compare_schedules(("interleaved_1f1b", "dualpipe_v"))
+
+
+@on_ranks(nightly=(2, 4))
 def case_every_schedule_equals_one_card():
-    """In PyNative; tensors of three kinds between stages, an embedding that is the head."""
     compare_schedules()
 
 
-@on_ranks(4)
+@on_ranks(2)
 def case_compiled_schedules_equal_one_card():
     """Stages compiled, the schedule in Python: two stages on a rank, with split backward passes."""
     compare_schedules(("zb_v",), compiled=True)
@@ -67,38 +75,40 @@ def compare_on_meshes(*runs):
 
 @on_ranks(4)
 def case_pipelines_compose_with_the_other_axes():
-    """Two stages of two ranks each: cut over tp, weight gradients later; over dp, compiled."""
-    compare_on_meshes((OVER_TP, ScheduleZBV, False), (OVER_DP, Schedule1F1B, True))
+    """Two stages of two ranks each: cut over tp, weight gradients later. Over dp, compiled: `case_zero_pipeline`."""
+    compare_on_meshes((OVER_TP, ScheduleZBV, False))
 
 
 @on_ranks(nightly=(4,))
 def case_more_pipelines_compose_with_the_other_axes():
-    """The other way round."""
-    compare_on_meshes((OVER_DP, Schedule1F1B, False), (OVER_DP, ScheduleZBV, False), (OVER_TP, ScheduleZBV, True))
+    """Over dp; compiled."""
+    compare_on_meshes(*product((OVER_DP,), (Schedule1F1B, ScheduleZBV), (False, True)), (OVER_TP, ScheduleZBV, True))
 
 
 @on_ranks(4)
 def case_clipping_is_right_across_stages():
-    """Every element counts once, that of a tied embedding, too; PyNative and compiled."""
+    """Every element counts once, that of a tied embedding of two stages, too; PyNative and compiled.
+
+    Of a tied embedding of two ranks: `case_zero_clipping_counts_elements_once`.
+    """
     (_, true), *_ = one_card(8, 1)[0]
     expected = np.sqrt(sum((gradient.astype(np.float64) ** 2).sum() for _, gradient in true))
-    for kind in (Schedule1F1B, ScheduleZBV):
-        schedule, mesh = on_a_mesh((2, 1, 2), kind)
-        tokens, named = my_rows(mesh, *batch(8))
-        schedule.run(tokens, **named)
-        parameters = [p for stage in schedule.stages for p in stage.parameters]
-        gradients = tuple(g for stage in schedule.stages for g in stage.gradients)
-        counted = tuple(flag for stage in schedule.stages for flag in stage.counted)
-        clip = ClipByGlobalNorm(parameters, 0.1, mesh=mesh, over=("pp",), counted=counted)
+    schedule, mesh = on_a_mesh(OVER_TP, ScheduleZBV)
+    tokens, named = my_rows(mesh, *batch(8))
+    schedule.run(tokens, **named)
+    parameters = [p for stage in schedule.stages for p in stage.parameters]
+    gradients = tuple(g for stage in schedule.stages for g in stage.gradients)
+    counted = tuple(flag for stage in schedule.stages for flag in stage.counted)
+    clip = ClipByGlobalNorm(parameters, 0.1, mesh=mesh, over=("pp",), counted=counted)
 
-        @jit
-        def compiled(*gradients, clip=clip):
-            return clip(gradients)
+    @jit
+    def compiled(*gradients):
+        return clip(gradients)
 
-        for clipped, norm in (clip(gradients), compiled(*gradients)):
-            np.testing.assert_allclose(float(norm), expected, 1e-5)
-            for one, other in zip(clipped, gradients, strict=True):
-                np.testing.assert_allclose(one.asnumpy(), other.asnumpy() * (0.1 / expected), 1e-4, 1e-8)
+    for clipped, norm in (clip(gradients), compiled(*gradients)):
+        np.testing.assert_allclose(float(norm), expected, 1e-5)
+        for one, other in zip(clipped, gradients, strict=True):
+            np.testing.assert_allclose(one.asnumpy(), other.asnumpy() * (0.1 / expected), 1e-4, 1e-8)
 
 
 @on_ranks(2)

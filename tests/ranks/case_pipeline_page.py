@@ -19,7 +19,7 @@ from train_own_schedule import main  # noqa: E402
 PAGE = ROOT / "docs" / "pipeline.md"
 
 
-@on_ranks(2, 4)
+@on_ranks(2, nightly=(4,))
 def case_the_example_equals_one_card():
     """It compares losses and parameters itself, and prints what the page shows."""
     with redirect_stdout(io.StringIO()) as said:
@@ -28,7 +28,7 @@ def case_the_example_equals_one_card():
     assert shown == [said.getvalue().replace(f"rank {world().rank}", "rank 0")]
 
 
-@on_ranks(4)
+@on_ranks(nightly=(4,))
 def case_the_page_s_pipeline_equals_one_card():
     """Loss, and gradients of the whole parameters among the stage's."""
     names = {"__name__": "page"}

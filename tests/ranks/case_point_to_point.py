@@ -29,7 +29,7 @@ def checksum(arrays):
     return hashlib.sha256(b"".join(said)).digest()
 
 
-@on_ranks(2, 4)
+@on_ranks(4, nightly=(2,))
 def case_channel_random_messages():
     """1000 messages in all, from everyone to everyone; every rank takes them in an order of its own."""
     here, size = channel(), world().size
@@ -54,7 +54,7 @@ def case_channel_random_messages():
                 assert checksum(received) == checksum(arrays), (turn, other, tag)
 
 
-@on_ranks(2, 4)
+@on_ranks(2, nightly=(4,))
 def case_channel_big_messages_both_ways():
     """Everyone sends 40 MB to the next rank and to the one before, and only then receives; collectives in between."""
     here, size = channel(), world().size

@@ -11,16 +11,16 @@ from support.launch import on_ranks
 
 from mindformers_core.mesh import init_device_mesh
 
-PROGRAMS = 12
+PROGRAMS, DAILY = 12, 4
 CHOICES = 2  # of layouts for each program
 
 
 @on_ranks(4)
-def case_random_programs_equal_one_card():
+def case_random_programs_equal_one_card(seeds=range(DAILY)):
     """All failures are collected: ranks fail alike, and run on in step. One card has no right `mint.split`."""
     mesh = init_device_mesh((2, 2), AXES)
     failures = []
-    for seed in range(PROGRAMS):
+    for seed in seeds:
         random = np.random.default_rng(9000 + seed)
         block = random_block(random, 0, random_shapes(random))
         values = [Tensor(random.normal(size=shape).astype(np.float32)) for shape in block.inputs]
@@ -37,4 +37,9 @@ def case_random_programs_equal_one_card():
         except Exception as error:
             failures.append(f"program {seed}, {block}: {type(error).__name__}: {error}"[:900])
             print(failures[-1], flush=True)
-    assert not failures, f"{len(failures)} of {PROGRAMS} programs fail:\n" + "\n".join(failures)
+    assert not failures, f"{len(failures)} of {len(seeds)} programs fail:\n" + "\n".join(failures)
+
+
+@on_ranks(nightly=(4,))
+def case_more_random_programs_equal_one_card():
+    case_random_programs_equal_one_card(range(DAILY, PROGRAMS))

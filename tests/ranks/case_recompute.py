@@ -237,9 +237,9 @@ def case_what_is_on_no_stage():
     assert counted
 
 
-@on_ranks(2)
+@on_ranks(nightly=(2,))
 def case_a_recipes_stages_fail_alike_when_the_job_is_made():
-    """Whichever of them is wrong."""
+    """Whichever of them is wrong. Daily, in one process: `test_recompute_stages`."""
     make = recipe_jobs(1)
     for overrides, message in (
         (["recompute.select=[layers.3.mlp, layers.0.self_atn]"], r"'layers.0.self_atn' matches .* mean 'self_attn'"),

@@ -13,7 +13,6 @@ from mindformers_core.communication import world
 from mindformers_core.communication.messages import gather_values
 from mindformers_core.mesh import init_device_mesh
 
-MODEL = ("model.num_hidden_layers=4", "model.tie_word_embeddings=true")
 ZERO = ("parallelism.zero_level=3", "parallelism.zero_threshold_kb=1")
 TARGETS = {
     "other cuts": ((1, 1, 1, 4), None, ("model.num_key_value_heads=4",)),
@@ -43,13 +42,13 @@ def sides(job):
 
 
 @on_ranks(4)
-def case_relayout_to_other_meshes():
+def case_relayout_to_other_meshes(names=("zero 3", "one"), layers=2):
     """From (dp 2, tp 2): every rank receives what it lacks, and the job goes on there as it would have here."""
-    alike = (*MODEL, "model.num_key_value_heads=4")
+    alike = (f"model.num_hidden_layers={layers}", "model.tie_word_embeddings=true", "model.num_key_value_heads=4")
     source = job_on((1, 2, 1, 2), None, *alike)
     source.train_step()
     jobs = {}
-    for name, (shape, ranks, overrides) in TARGETS.items():
+    for name, (shape, ranks, overrides) in ((name, TARGETS[name]) for name in names):
         outside = ranks is not None and world().rank not in ranks
         job = None if outside else job_on(shape, ranks, *alike, *overrides, "training.seed=7")
         (cells, optimizer), (old_cells, old_optimizer) = sides(job), sides(source)
@@ -65,19 +64,23 @@ def case_relayout_to_other_meshes():
         assert global_checksums(*sides(source)) == global_checksums(*sides(job)), name
         jobs[name] = job
     expected = source.train_step()
-    for name in ("zero 3", "stages as V"):
+    for name in (name for name in names if name in ("zero 3", "stages as V")):
         jobs[name].step, jobs[name].consumed = 1, 8
         found = jobs[name].train_step()
         for key in ("loss", "gradient_norm"):
             np.testing.assert_allclose(found[key], expected[key], rtol=1e-5, err_msg=f"{name} {key}")
 
 
+@on_ranks(nightly=(4,))
+def case_relayout_to_more_meshes():
+    """A pipeline among them, two stages of which are on a rank."""
+    case_relayout_to_other_meshes(("other cuts", "stages as V", "fewer ranks"), layers=4)
+
+
 @on_ranks(4)
 def case_relayout_errors():
-    """A rank with a wrong shard is named; a model that isn't the source's is an error of all ranks."""
-    source, other = job_on((1, 2, 1, 2), None), job_on((1, 2, 1, 2), None, "model.hidden_size=48")
-    with pytest.raises(ValueError, match=r"relayout\(\): '\S+' is float32 of shape .* in the source, but float32 of"):
-        relayout(*(list(job.cells.values()) for job in (source, other)))
+    """A rank with a wrong shard is named. A model that isn't the source's: `test_checkpoint_moves`."""
+    source = job_on((1, 2, 1, 2), None)
     parts = model_parts(source.cells.values(), world().rank)
     part = next(part for part in parts if part.name.endswith("norm.weight"))
     if world().rank == 2:

@@ -191,19 +191,20 @@ def check_llama(mesh, config, parallel_config, steps=2):
     compare(parameters, last, parameters, "value", 1e-4, 2e-5)
 
 
-@on_ranks(4)
+@on_ranks(nightly=(4,))
 def case_llama_on_dp_2_tp_2():
-    """Grouped-query attention, an untied head, labels that don't count."""
+    """Grouped-query attention, an untied head, labels that don't count. Daily: `case_training`."""
     check_llama(init_device_mesh((2, 2), ("dp", "tp")), tiny(), Parallel())
 
 
 @on_ranks(4)
 def case_llama_sequence_parallel_tied():
     """Sequence parallel, and an embedding that is the head, too."""
-    check_llama(init_device_mesh((2, 2), ("dp", "tp")), tiny(tie_word_embeddings=True), Parallel(True))
+    config = tiny(num_hidden_layers=2, tie_word_embeddings=True)
+    check_llama(init_device_mesh((2, 2), ("dp", "tp")), config, Parallel(True))
 
 
-@on_ranks(4)
+@on_ranks(nightly=(4,))
 def case_llama_on_other_meshes():
     """Pure data parallelism and pure tensor parallelism over 4 ranks, axes of size 1 among them, tp before dp."""
     check_llama(init_device_mesh((1, 4, 1), ("pp", "dp", "tp")), tiny(num_hidden_layers=2), Parallel(), 1)

@@ -32,20 +32,21 @@ CUTS = bound(
     layout("tp", "dp"),
     layout(),
 )
+BY_DAY = CUTS[3:5]  # a dim over both axes, both dims; on simulated ranks: `test_operators_as_written`
 
 
 @on_ranks(4)
-def case_extremes_with_ties():
+def case_extremes_with_ties(cuts=BY_DAY):
     """The gradient is shared by all that hold the extreme, or goes to the first, as each operator has it."""
     functions = EXTREMES | {"method": lambda x: x.max(axis=1)}
-    for (name, function), sign in product(functions.items(), (1, -1)):
-        check(name, function, [Tensor(sign * TIES)], CUTS)
+    for (name, function), sign in [*product(functions.items(), (1, -1))][:: 1 if cuts is CUTS else 3]:
+        check(name, function, [Tensor(sign * TIES)], cuts)
     for array in (TIES.astype(np.int32), TIES.astype(np.float16)):
-        check("of another dtype", lambda x: ops.amax(x, 1), [Tensor(array)], CUTS, 1e-3, 1e-3)
+        check("of another dtype", lambda x: ops.amax(x, 1), [Tensor(array)], cuts, 1e-3, 1e-3)
 
 
 @on_ranks(4)
-def case_positions_with_ties():
+def case_positions_with_ties(cuts=BY_DAY):
     """The first position among equals; NaN is none."""
     functions = {
         "argmax": lambda x: ops.argmax(x, 1),
@@ -59,41 +60,41 @@ def case_positions_with_ties():
     with_nan = TIES.copy()
     with_nan[:, 4:] = np.nan
     for name, function in functions.items():
-        check(name, function, [Tensor(TIES)], CUTS)
-        check(name, function, [Tensor(-TIES)], CUTS)
+        check(name, function, [Tensor(TIES)], cuts)
+        check(name, function, [Tensor(-TIES)], cuts)
         if name != "method":
-            check(f"{name} with NaN", function, [Tensor(with_nan)], CUTS)
+            check(f"{name} with NaN", function, [Tensor(with_nan)], cuts)
 
 
 @on_ranks(4)
-def case_softmax_of_masked_rows():
+def case_softmax_of_masked_rows(cuts=BY_DAY):
     """Entries of -inf, and all of one shard."""
     masked = np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)
     masked[0, 1:3], masked[1, :4], masked[2, 7] = -INF, -INF, -INF
-    check("log_softmax", lambda x: ops.exp(ops.log_softmax(x, 1)), [Tensor(masked)], CUTS)
-    check("logsumexp", lambda x: ops.logsumexp(x, 1), [Tensor(masked)], CUTS)
-    check("softmax", lambda x: ops.softmax(x, 1), [Tensor(masked)], CUTS)
+    check("log_softmax", lambda x: ops.exp(ops.log_softmax(x, 1)), [Tensor(masked)], cuts)
+    check("logsumexp", lambda x: ops.logsumexp(x, 1), [Tensor(masked)], cuts)
+    check("softmax", lambda x: ops.softmax(x, 1), [Tensor(masked)], cuts)
     masked[3] = -INF
     with np.errstate(invalid="ignore"):
         whole = np.exp(masked) / np.exp(masked).sum(1, keepdims=True)  # NaN in the last row
-    for (cut,) in CUTS:
+    for (cut,) in cuts:
         found = ops.softmax(distribute_tensor(Tensor(masked), cut), 1).full_tensor().asnumpy()
         np.testing.assert_allclose(found, whole, 1e-5, 1e-6)
     large = 1e4 * np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)
-    check("softmax of large numbers", lambda x: ops.softmax(x, 1), [Tensor(large)], CUTS)
-    check("log_softmax of large numbers", lambda x: ops.log_softmax(x, 1), [Tensor(large)], CUTS, atol=1e-2)
+    check("softmax of large numbers", lambda x: ops.softmax(x, 1), [Tensor(large)], cuts)
+    check("log_softmax of large numbers", lambda x: ops.log_softmax(x, 1), [Tensor(large)], cuts, atol=1e-2)
     half = np.random.default_rng(0).normal(size=(4, 8)).astype(np.float16)
-    check("softmax in half precision", lambda x: ops.softmax(x, 1), [Tensor(half)], CUTS, 5e-3, 5e-3)
+    check("softmax in half precision", lambda x: ops.softmax(x, 1), [Tensor(half)], cuts, 5e-3, 5e-3)
 
 
 @on_ranks(4)
-def case_lookups():
+def case_lookups(cuts=BY_DAY, each=4):
     """Rows on any shard, in any order, several times; indices from the end; integer and bool tables."""
     random = np.random.default_rng(0)
     table, ids = draw(random, (8, 4)), Tensor(np.int32([[7, 0, 3, 3], [4, 5, 2, 1]]))
     tables = [layout("tp", None), layout(("dp", "tp"), None), layout("tp", "dp"), layout(None, "tp"), layout()]
     of_ids = [layout("dp", None), layout(None, "tp"), layout()]
-    choices = [[first.bind(MESH, 2), second.bind(MESH, 2)] for first, second in product(tables, of_ids)]
+    choices = [[first.bind(MESH, 2), second.bind(MESH, 2)] for first, second in [*product(tables, of_ids)][::each]]
     check("gather", lambda t, i: ops.gather(t, i, 0), [table, ids], choices)
     check("take", lambda t, i: t.take(i, 0), [table, ids], choices)
     for dtype in (np.int32, np.bool_, np.float16):
@@ -101,10 +102,17 @@ def case_lookups():
         check(f"gather of {dtype}", lambda t, i: ops.gather(t, i, 0), [numbers, ids], choices, 1e-3, 1e-3)
     columns = Tensor(np.int32([[0, -1], [7, 3], [-8, -4], [2, 6]]))
     wide = draw(random, (4, 8))
-    choices = [[*cut, given.bind(MESH, 2)] for cut, given in product(CUTS, (layout(), layout("dp")))]
+    choices = [[*cut, given.bind(MESH, 2)] for cut, given in product(cuts, (layout(), layout("dp")))]
     check("gather_elements", lambda x, i: ops.gather_elements(x, 1, i), [wide, columns], choices)
-    check("index", lambda x: x[:, Tensor(np.int32([-1, 0, 5]))], [wide], CUTS)
-    check("index by a list", lambda x: x[..., [1, -2]], [wide], CUTS)
+    check("index", lambda x: x[:, Tensor(np.int32([-1, 0, 5]))], [wide], cuts)
+    check("index by a list", lambda x: x[..., [1, -2]], [wide], cuts)
+
+
+@on_ranks(nightly=(4,))
+def case_special_operators_of_all_cuts():
+    for case in (case_extremes_with_ties, case_positions_with_ties, case_softmax_of_masked_rows):
+        case(CUTS)
+    case_lookups(CUTS, 1)
 
 
 @on_ranks(4)
@@ -146,9 +154,12 @@ class Operator:
         return ops.gather(others[0], first, 0) if self.name == "Embedding" else ops.gather(first, others[1], others[0])
 
 
-@on_ranks(4)
+@on_ranks(nightly=(4,))
 def case_dropout_is_the_same_on_any_mesh():
-    """One mask for 2x2, 1x4 and a replicated tensor; another one at every call; the gradient has the same mask."""
+    """One mask for 2x2, 1x4 and a replicated tensor; another one at every call; the gradient has the same mask.
+
+    Daily on two ranks: `case_dropout_algorithm`.
+    """
     array = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
     meshes = MESH, init_device_mesh((1, 4), ("dp", "tp"))
     placed = [given.bind(mesh, 2) for mesh in meshes for given in (layout("dp", "tp"), layout(("dp", "tp")), layout())]

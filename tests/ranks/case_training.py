@@ -93,7 +93,7 @@ DROPPING = ("model.attention_dropout=0.2",)
 def case_eager_training_equals_one_rank():
     """Operator by operator; ranks share sequences, in zigzag, and drop the same weights of attention."""
     cut = "parallelism.context_parallel=2", "parallelism.sequence_parallel=true"
-    compare_with_one_rank("context.engine=eager", *cut, shape=(1, 1, 2, 2), alike=DROPPING)
+    compare_with_one_rank("context.engine=eager", *cut, shape=(1, 1, 2, 2), alike=DROPPING, steps=1)
 
 
 COMPILED = "context.mode=0"  # a case each, since a compiled job takes minutes on four ranks of two cores
@@ -154,9 +154,12 @@ def pipeline(schedule, chunks=1):
 DEEP = "model.num_hidden_layers=4", "model.tie_word_embeddings=true"
 
 
-@on_ranks(4)
+@on_ranks(nightly=(4,))
 def case_pipelined_training_equals_one_rank():
-    """With tensor and sequence parallel; several runs a step, tied embeddings, on one rank as two stages."""
+    """With tensor and sequence parallel; several runs a step, tied embeddings, on one rank as two stages.
+
+    Daily with ZeRO: `case_pipelined_levels_equal_one_rank`.
+    """
     overrides = [*pipeline("zb_v", 2), "parallelism.sequence_parallel=true"]
     compare_with_one_rank(*overrides, shape=(2, 1, 1, 2), alike=DEEP)
 

@@ -107,10 +107,10 @@ def resident_megabytes():
 
 @on_ranks(4)
 def case_measured_memory_is_that_of_the_formulas():
-    """Of both policies at all levels, at both times as computed; and the paper's formula with what is listed besides:
+    """Of both policies, at all levels, at both times as computed; and the paper's formula with what is listed besides:
     buffers, and what comes and goes. At level 3 the optimizer's step takes the most, else the end of the pass."""
     for policy in PAPER:
-        for level in LEVELS if policy == "mixed" else ("level2", "level3"):
+        for level in ("plain", "level1", "level3") if policy == "mixed" else ("level2",):
             report = Training(policy, level).steps(1).report
             for moment, measured in report.measured.items():
                 message = f"{policy} {level} {moment}\n{measured}\n{report.computed[moment]}"
@@ -124,19 +124,22 @@ def case_measured_memory_is_that_of_the_formulas():
             assert len(report.whole) == (2 * LAYERS if level == "plain" else LAYERS)
 
 
+BY_DAY = (("mixed", "level3", {"accumulate_grad_step": 2, "prefetch": 2}),)
+BY_NIGHT = (
+    ("float32", "level2", {"accumulate_grad_step": 4}),
+    ("float32", "level1", {"accumulate_grad_step": 3, "comm_fusion": 0.2}),
+    ("mixed", "level2", {"accumulate_grad_step": 2, "gradient_accumulation_shard": False}),
+    ("mixed", "replicas", {"accumulate_grad_step": 2}),
+    ("float32", "level3", {"reshard_after_forward": False}),
+    ("float32", "level2", {"compiled": True}),
+)
+
+
 @on_ranks(4)
-def case_measured_memory_and_traffic_of_other_steps():
+def case_measured_memory_and_traffic_of_other_steps(rows=BY_DAY):
     """Micro-steps, kept weights, one bucket for all, a compiled function; replicas: what a step sends, to the byte. The
     runs of a pipeline of one stage take and send the same, and give the same gradients."""
-    for policy, level, options in (
-        ("float32", "level1", {"accumulate_grad_step": 3, "comm_fusion": 0.2}),
-        ("mixed", "level2", {"accumulate_grad_step": 2, "gradient_accumulation_shard": False}),
-        ("float32", "level2", {"accumulate_grad_step": 4}),
-        ("mixed", "replicas", {"accumulate_grad_step": 2}),
-        ("mixed", "level3", {"accumulate_grad_step": 2, "prefetch": 2}),
-        ("float32", "level3", {"reshard_after_forward": False}),
-        ("float32", "level2", {"compiled": True}),
-    ):
+    for policy, level, options in rows:
         steps = 1 + ("prefetch" in options)  # what comes ahead is known from the second step on
         training = Training(policy, level, **options).steps(steps)
         for moment, measured in training.report.measured.items():
@@ -162,9 +165,14 @@ def case_measured_memory_and_traffic_of_other_steps():
         assert all(line in said for line in explained_lines(training.report.step))
 
 
-@on_ranks(2)
+@on_ranks(nightly=(4,))
+def case_measured_memory_and_traffic_of_more_steps():
+    case_measured_memory_and_traffic_of_other_steps(BY_NIGHT)
+
+
+@on_ranks(nightly=(2,))
 def case_memory_that_is_given_back_goes_to_the_system():
-    """Whole weights, 64 MB, come and go twice a step: nothing of them stays."""
+    """Whole weights, 64 MB, come and go twice a step: nothing of them stays. Daily, on one: `test_zero_memory`."""
     size = 1024
     cell = nn.SequentialCell(*[nn.Dense(size, size, weight_init="ones") for _ in range(16)], _Mean())
     hsdp(cell, 2, 1, "level3")

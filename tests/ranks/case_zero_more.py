@@ -14,12 +14,13 @@ from mindformers_core.tensor_parallel import shard
 from mindformers_core.zero import Lamb, LossScale, MixedPrecision, hsdp, value_and_grad
 
 LEVELS = ("level1", "level2", "level3")
+ENDS = LEVELS[::2]  # of what level 2 has no part of its own in
 
 
 @on_ranks(2)
 def case_frozen_weights_stay_and_let_gradients_through():
     """Frozen before hsdp(), in the middle; at level 3 they are cut, too."""
-    for level in LEVELS:
+    for level in ENDS:
         net = check_tower(adam, "frozen", (1,), shard_size=2, optimizer_level=level)
         frozen = net.layers[1].weight
         assert not frozen.requires_grad and id(frozen) not in map(id, net.trainable_params())
@@ -54,7 +55,7 @@ def case_optimizers_update_parts():
 @on_ranks(2)
 def case_weights_that_no_rank_uses_get_zeros():
     """A layer that a step leaves out, beside weights that are never used."""
-    for level in LEVELS:
+    for level in ENDS:
         net = check_tower(adam, "skipping", kwargs=(("skipping", True),), shard_size=2, optimizer_level=level)
         _, gradients = value_and_grad(net)(examples()[1], skipping=True)
         assert all(not gradients[number].asnumpy().any() for number in (2, 3)), level
@@ -133,7 +134,7 @@ def case_mixed_precision_trains_as_it_does_on_one_rank():
     alone = hsdp(Tower(), mesh=own, mixed_precision=policy)
     expected, first = train_tower(alone, value_and_grad(alone), whole, descent)
     _, true = train_alone(whole, descent)
-    for level in LEVELS:
+    for level in ENDS:
         net = hsdp(Tower(), 2, 0, level, gradients_mean=False, mixed_precision=policy)
         found, gradients = train_tower(net, value_and_grad(net), mine, descent)
         error = 10 * 2**-11  # a gradient has about ten roundings to float16 behind it
@@ -148,7 +149,7 @@ def case_mixed_precision_trains_as_it_does_on_one_rank():
 def case_one_ranks_overflow_skips_the_step_on_all():
     """Nobody's weights change; the scale is halved everywhere; the next step is right."""
     whole, mine = examples()
-    for level in LEVELS:
+    for level in ENDS:
         net = hsdp(Tower(), 2, 0, level, gradients_mean=False)
         scale = LossScale(amp.DynamicLossScaler(2**10, 2, 100), init_device_mesh((2,), ("dp",)))
         gradient_of, before = value_and_grad(net, loss_scale=scale), values_of(net)
@@ -174,7 +175,7 @@ def case_a_cell_sharded_over_tensor_parallel_alone_trains():
     plan = {"layers.*": {"weight": {"weight": layout("None", "tp")}}}
     dp = mesh.group_index(world().rank, ("dp",))
     mine = Tensor(np.split(whole.asnumpy(), 2)[dp])
-    for level in LEVELS:
+    for level in ENDS:
         net = shard(Tower(), mesh.sub_mesh("tp", world().rank), plan=plan)
         hsdp(net, 2, 0, level, mesh=mesh, gradients_mean=False)
         assert net.layers[0].weight.shape == (SIZE // 2, SIZE // 2)

@@ -20,7 +20,7 @@ def case_the_measured_table_of_the_page():
         assert filled(page, {"measured": table}) == page, "run bash scripts/msrun_launch.sh docs/make_zero.py 4 4"
 
 
-@on_ranks(4)
+@on_ranks(nightly=(4,))
 def case_the_code_of_the_zero_page():
     """The loss falls, also that of the evaluation; measured memory is that computed."""
     names = {"__name__": "page"}

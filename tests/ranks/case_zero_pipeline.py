@@ -67,16 +67,19 @@ def run(schedule, mesh, number=0, rows=ROWS):
     return schedule.run(tokens, **named)
 
 
+WAYS = (  # by day the first, at night all
+    (ScheduleZBH1, "level3", True, True),
+    (ScheduleInterleaved1F1B, "level1", None, False),
+    (Schedule1F1B, "level2", None, False),
+    (ScheduleZBH1, "level3", None, False),
+)
+
+
 @on_ranks(4)
-def case_zero_stages_equal_one_card():
+def case_zero_stages_equal_one_card(ways=WAYS[:1]):
     """Schedules, levels, weights kept or gathered for every micro-batch, in PyNative and compiled; tied embeddings."""
     expected = one_card(ROWS, STEPS)
-    for kind, level, reshard, compiled in (
-        (ScheduleInterleaved1F1B, "level1", None, False),
-        (Schedule1F1B, "level2", None, False),
-        (ScheduleZBH1, "level3", None, False),
-        (ScheduleZBH1, "level3", True, True),
-    ):
+    for kind, level, reshard, compiled in ways:
         units = first_layers if compiled else None
         schedule, mesh = zero_schedule(kind, compiled, units, optimizer_level=level, reshard_after_forward=reshard)
         what = f"{kind.__name__}, {level}, reshard_after_forward={reshard}, compiled: {compiled}"
@@ -86,13 +89,16 @@ def case_zero_stages_equal_one_card():
             assert [id(part) for part in stage.parameters] == [id(part) for part in stage.cell.trainable_params()], what
 
 
+SENT = (("level1", None, None), ("level3", True, None), ("level3", None, False))
+
+
 @on_ranks(4)
-def case_what_zero_steps_communicate():
+def case_what_zero_steps_communicate(ways=SENT[:2]):
     """Whatever the number of micro-batches and runs, each bucket is gathered once; evaluations in between change
     nothing. Only `reshard_after_forward=True` gathers for every micro-batch, twice. Where sums are sharded every
     micro-batch's gradients are reduced, else once a step."""
     (_, true), *_ = one_card(2 * ROWS, 1)[0]
-    for level, reshard, shards in (("level1", None, None), ("level3", None, False), ("level3", True, None)):
+    for level, reshard, shards in ways:
         options = {"optimizer_level": level, "reshard_after_forward": reshard, "accumulate_grad_step": 2}
         options["gradient_accumulation_shard"] = shards
         schedule, mesh = zero_schedule(Schedule1F1B, **options)
@@ -154,12 +160,15 @@ def case_zero_stages_recover():
     assert_gradients(schedule, true, "once more")
 
 
+MESHES = (((2, 2, 1), Schedule1F1B, 2), ((1, 2, 2), ScheduleZBV, 2), ((1, 4, 1), ScheduleZBV, 2))
+
+
 @on_ranks(4)
-def case_zero_clipping_counts_elements_once():
+def case_zero_clipping_counts_elements_once(meshes=MESHES[:1]):
     """Over stages and data-parallel parts; over parts that tensor parallelism cuts, too, with two stages on a rank."""
     (_, true), *_ = one_card(ROWS, 1)[0]
     expected = np.sqrt(sum((gradient.astype(np.float64) ** 2).sum() for _, gradient in true))
-    for shape, kind, size in (((2, 2, 1), Schedule1F1B, 2), ((1, 2, 2), ScheduleZBV, 2), ((1, 4, 1), ScheduleZBV, 2)):
+    for shape, kind, size in meshes:
         schedule, mesh = zero_schedule(kind, shape=shape, count=2, shard_size=size)
         run(schedule, mesh)
         parameters = [part for stage in schedule.stages for part in stage.parameters]
@@ -171,11 +180,14 @@ def case_zero_clipping_counts_elements_once():
             np.testing.assert_allclose(one.asnumpy(), other.asnumpy() * (0.1 / expected), 1e-4, 1e-8)
 
 
+SHARED = ((2, "level3", True), (2, "level1", None), (1, "level1", None))
+
+
 @on_ranks(4)
-def case_zero_stages_share_parts():
+def case_zero_stages_share_parts(ways=SHARED[:1]):
     """Two stages of one rank update one part of a tied embedding; cut, and whole."""
     expected = one_card(ROWS, STEPS)
-    for size, level, reshard in ((2, "level3", True), (2, "level1", None), (1, "level1", None)):
+    for size, level, reshard in ways:
         mesh = init_device_mesh((PIPELINES, 2, 1), ("pp", "dp", "tp"))
         make = sharded_part(mesh.sub_mesh(("dp", "tp"), world().rank))
         (rank,) = mesh.coordinate(world().rank, ("pp",))
@@ -195,3 +207,12 @@ def case_zero_stages_share_parts():
             return None, [tuple(found[part] for part in parameters)]
 
         assert_alike(train(gradients_of_step, [parameters], STEPS), expected, f"shard_size {size}, {level}, {reshard}")
+
+
+@on_ranks(nightly=(4,))
+def case_more_zero_stages():
+    """Other levels, schedules and meshes."""
+    case_zero_stages_equal_one_card(WAYS[1:])
+    case_what_zero_steps_communicate(SENT[2:])
+    case_zero_clipping_counts_elements_once(MESHES[1:])
+    case_zero_stages_share_parts(SHARED[1:])

@@ -30,8 +30,7 @@ def compare(level, local, *overrides, shape=DP_AND_TP, shards=2, alike=()):
 
 @on_ranks(4)
 def case_levels_equal_one_rank():
-    """Data and tensor parallel, PyNative: one micro-batch, and four whose gradients are reduced once."""
-    compare(0, 4, shards=1)
+    """Data and tensor parallel, PyNative: four micro-batches, whose gradients are reduced once."""
     job = compare(1, 1, "parallelism.sequence_parallel=true")
     with count_collectives() as counts:
         job.train_step()
@@ -49,15 +48,16 @@ def case_compiled_levels_equal_one_rank():
     compare(3, 4, *cut, shape=(1, 2, 2, 1), shards=4, alike=("optimizer={type: Muon}",))
 
 
-@on_ranks(4)
-def case_eager_levels_equal_one_rank():
-    """Operator by operator."""
+@on_ranks(nightly=(4,))
+def case_other_levels_equal_one_rank():
+    """None, with one micro-batch; operator by operator, daily in `case_zero`."""
+    compare(0, 4, shards=1)
     compare(3, 4, "context.engine=eager")
 
 
-@on_ranks(4)
+@on_ranks(nightly=(4,))
 def case_groups_that_shard_equal_one_rank():
-    """Two groups of two ranks: sharded within a group, alike in both."""
+    """Two groups of two ranks: sharded within a group, alike in both. Daily: `case_zero`."""
     for level in (1, 3):
         compare(level, 1, "parallelism.data_parallel_replicate=2", shape=DP)
 

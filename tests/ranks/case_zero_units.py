@@ -129,7 +129,7 @@ def case_recomputed_layers_gather_their_weights_again():
     """`recompute()` on layers, at every level; at level 3 with the weights gone in between."""
     whole, mine = examples()
     expected, first = train_alone(whole)
-    for level, compiled in (("level2", False), ("level3", False), ("level3", True)):
+    for level, compiled in (("level2", False), ("level3", True)):
         net = Tower()
         for layer in net.layers:
             layer.recompute()
