@@ -69,9 +69,15 @@ def test_a_killed_rank(tmp_path):
 
 @pytest.mark.waits
 def test_a_sample_of_trials(tmp_path):
-    """Four signals, with ranks that start at once; those of a recipe's job are nightly."""
-    jobs = [*trials(tmp_path, 4, seed=3, kind=StandIn, of_a_job=2)]
-    assert sum(len(job["trials"]) for job in jobs) == 4
+    """Eight signals, with ranks that start at once; those of a recipe's job are nightly.
+
+    A checkpoint is complete once: the events of that rise, and are of steps that were saved.
+    """
+    jobs = [*trials(tmp_path, 8, seed=3, kind=StandIn, of_a_job=4)]
+    assert sum(len(job["trials"]) for job in jobs) == 8
+    for job in jobs:
+        saved, complete = ([step for _, what, step in job["events"] if what == each] for each in ("save", "complete"))
+        assert complete == sorted({*complete} & {*saved}) and bool(complete) == job["async"]
 
 
 @pytest.mark.nightly
