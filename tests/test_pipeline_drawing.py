@@ -114,7 +114,7 @@ def test_png_has_the_same_colours(tmp_path):
 
 def test_large_tables_stay_small_files(tmp_path, monkeypatch):
     monkeypatch.setattr(drawing, "_MANY_BOXES", 1000)
-    schedule = schedule_class("1f1b").planned(40, 40)
+    schedule = schedule_class("1f1b").planned(40, 14)
     draw_schedule(schedule, tmp_path / "s.svg")
     root = ElementTree.parse(tmp_path / "s.svg").getroot()
     width, height = (float(root.get(name).removesuffix("pt")) / 72 for name in ("width", "height"))

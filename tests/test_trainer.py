@@ -205,7 +205,7 @@ def test_the_moving_average_of_weights(tmp_path):
     """By its formula; begun on one mesh, resumed on another one, evaluated, and loaded as weights, as of one card."""
     ms.runtime.launch_blocking()
     given = [*SIZES, "training.average_decay=0.5", f"training.output_dir={tmp_path}", "training.steps=9"]
-    given += ["lr_scheduler.warmup_steps=0", "evaluation.samples=8"]
+    given += ["lr_scheduler.warmup_steps=0", "evaluation.samples=8", "model.num_hidden_layers=1"]
 
     def averages(steps, *overrides):
         recipe = load_recipe(LLAMA, [*given, *overrides])
@@ -233,9 +233,10 @@ def test_the_moving_average_of_weights(tmp_path):
     assert one[0] > one[1] * 1.0001
     averages(2, *parallel(dp=2, zero_level=3, zero_threshold_kb=0))
     # it goes on with its own weights, whatever it began with
-    resumed = averages(1, *parallel(pp=2), "training.resume=auto", "checkpoint.load_average=true")
+    resumed = averages(1, *parallel(tp=2), "training.resume=auto", "checkpoint.load_average=true")
     np.testing.assert_allclose(resumed, one, 1e-6)
-    recipe = going_on(load_recipe(LLAMA, [*given, "training.resume=auto", "checkpoint.load_average=true"]))
+    resuming = *parallel(), "training.resume=auto", "checkpoint.load_average=true"
+    recipe = going_on(load_recipe(LLAMA, [*given, *resuming]))
     assert recipe.checkpoint.load_path and open_source(recipe).state["consumed"] == 3 * 8, "the run begins anew"
     resumed = averages(0, *parallel(), f"checkpoint.load_path={tmp_path}", "checkpoint.load_average=true")
     np.testing.assert_allclose(resumed, [one[0]] * 2, 1e-6)
