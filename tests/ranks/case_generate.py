@@ -26,12 +26,15 @@ from mindformers_core.recipe.sections import MESH_AXES
 COUNT, LAYERS = 12, "model.num_hidden_layers=2"
 
 
-@on_ranks(4)
+def folder_of_launch():
+    return os.path.join(tempfile.gettempdir(), f"mindformers_core_case_generate_{os.environ['MS_SCHED_PORT']}")
+
+
+@on_ranks(nightly=(4,))
 def case_generated_on_other_meshes_than_trained(mode=1):
     """Greedy and drawn tokens on (pp 2, tp 2), cp 2, whose ranks compute alike, and one rank; logits of a prompt a
-    rank. At night compiled: by day `test_generate.py` compiles."""
-    folder = os.path.join(tempfile.gettempdir(), f"mindformers_core_case_generate_{os.environ['MS_SCHED_PORT']}")
-    me = world().rank
+    rank. By day, on simulated ranks and compiled: `test_generate.py`."""
+    folder, me = folder_of_launch(), world().rank
     job = train(folder, me, *TRAINED, LAYERS)
     gather_values(job.mesh, None)
     forward, found, checked = full_forward(folder, LAYERS), [], 0
@@ -63,3 +66,20 @@ def case_generated_on_other_meshes_than_trained(mode=1):
 def case_generated_in_a_compiled_pipeline():
     """The same where each stage's pass is a graph."""
     case_generated_on_other_meshes_than_trained(0)
+
+
+@on_ranks(2)
+def case_generated_in_a_pipeline():
+    """Of weights that were trained on tp 2, the likeliest tokens."""
+    folder, me = folder_of_launch(), world().rank
+    job = train(folder, me, *mesh(tp=2), LAYERS)
+    gather_values(job.mesh, None)
+    ranks = init_device_mesh((2, 1, 1, 1), MESH_AXES)
+    generator, passes = generator_of(folder, recipe_of(*mesh(pp=2), LAYERS), ranks, me, COUNT)
+    found = gather_values(job.mesh, generator.run(PROMPTS, COUNT, GREEDY))
+    assert found[0] == found[1] and (passes[0] is None) == (me == 0)
+    if me == 1:
+        check_against_forward(full_forward(folder, LAYERS), found[1], passes)
+    gather_values(job.mesh, None)
+    if me == 0:
+        shutil.rmtree(folder)

@@ -200,7 +200,7 @@ def case_marked_results_of_a_llama():
     assert all(equal(found, results[0]) for found in results)
 
 
-@on_ranks(4)
+@on_ranks(2, nightly=(4,))
 def case_collectives_run_again_or_are_kept():
     """Forward all-gathers of tp run once more, or not."""
     plain, again, kept = (

@@ -66,9 +66,9 @@ def case_compiled_steps_equal_one_card():
     check("level1", 2, 1, clipped=True, steps=2, tp=2, compiled=True, changes=(("num_hidden_layers", 1),))
 
 
-@on_ranks(2)
+@on_ranks(nightly=(2,))
 def case_compiled_accumulated_steps_equal_one_card():
-    """One graph whose gradients come at its end."""
+    """One graph whose gradients come at its end. Daily, of a smaller model: `case_zero_units`."""
     check("level2", 2, 4, clipped=True, steps=2, compiled=True, changes=(("num_hidden_layers", 1),))
 
 

@@ -196,6 +196,17 @@ def case_a_failing_step_leaves_parts_and_the_next_one_is_right():
         assert_equal(net, found, expected, level)
 
 
+@on_ranks(2)
+def case_compiled_accumulated_steps_of_a_tower_equal_one_card():
+    """Gradients come at the end of the second micro-step."""
+    whole, mine = examples()
+    net = hsdp(Tower(), 2, 0, "level2", 2, gradients_mean=False)
+    found, gradients = train_tower(net, in_halves(value_and_grad(net, compiled=True)), mine, adam)
+    expected, first = train_alone(whole)
+    assert_equal(net, gradients, first, "gradients")
+    assert_equal(net, found, expected, "parameters")
+
+
 def in_halves(gradient_of):
     """`gradient_of` in two micro-steps, of the sum of their losses."""
 
