@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from socket import gethostname
 
 import numpy as np
 
@@ -19,7 +20,7 @@ def tell_end(text, code):
     if folder := os.environ.get(FOLDER):
         try:
             facts = {"error": " ".join(text.split()), "code": code}
-            write_whole(os.path.join(folder, f"end.{os.getpid()}"), json.dumps(facts))
+            write_whole(os.path.join(folder, f"end.{_process()}"), json.dumps(facts))
         except OSError as error:
             print(f"warning: the supervisor's folder {folder}: {error}", file=sys.stderr)
 
@@ -31,4 +32,9 @@ def step_counter():
     folder = os.environ.get(FOLDER)
     if not folder or not os.path.isdir(folder):
         return np.zeros(3, np.int64)
-    return np.memmap(os.path.join(folder, f"steps.{os.getpid()}"), np.int64, "w+", shape=(3,))
+    return np.memmap(os.path.join(folder, f"steps.{_process()}"), np.int64, "w+", shape=(3,))
+
+
+def _process():
+    """The name of this process among those of all machines, which may share the folder."""
+    return f"{gethostname()}.{os.getpid()}"

@@ -22,7 +22,7 @@ from processes import become_subreaper, failed_workers, is_gone, kill_children, 
 
 POLL_SECONDS = 0.2
 SCHEDULER_GRACE_SECONDS = 3
-GRACE_SECONDS = float(os.environ.get("GRACE") or 40)  # after SIGTERM, more than checkpoint.grace
+GRACE = os.environ.get("GRACE") or "40"  # seconds after SIGTERM, more than checkpoint.grace
 LAST_LINES = 30
 NUMBERS = ("worker_num", "local_worker_num", "master_port", "node_rank", "cluster_time_out")  # msrun's options
 SCHEDULER = "scheduler"  # the rank of the scheduler, where that began the end
@@ -56,7 +56,9 @@ def main():
 
 
 def check_counts(args):
-    """Raise `ValueError` for numbers of workers, machines and ports that don't fit each other."""
+    """Raise `ValueError` for numbers of workers, machines and ports that don't fit each other, and for `GRACE`."""
+    if not GRACE.isdecimal():
+        raise ValueError(f"GRACE {GRACE!r}: give seconds, a whole number from 0 up")
     if args.worker_num < 1 or args.local_worker_num < 1:
         raise ValueError(f"WORKER_NUM {args.worker_num} and LOCAL_WORKER {args.local_worker_num} are numbers from 1 up")
     if args.worker_num % args.local_worker_num:
@@ -122,7 +124,7 @@ def run(args):
     def hear(number, frame):
         if number != signal.SIGTERM or ending:  # the second one ends all at once
             sys.exit(128 + number)
-        ending.append(time.monotonic() + GRACE_SECONDS)
+        ending.append(time.monotonic() + int(GRACE))
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, hear)
@@ -188,7 +190,7 @@ def watch(msrun, msrun_log, follower, ending):
             failures[SCHEDULER] = -signal.SIGKILL
             with suppress(OSError):  # ranks that leave would wait for one that is stopped
                 os.kill(scheduler, signal.SIGKILL)
-            ending.append(time.monotonic() + GRACE_SECONDS)
+            ending.append(time.monotonic() + int(GRACE))
         for pid in {*ranks} - asked if ending else ():
             asked.add(pid)
             with suppress(OSError):

@@ -16,6 +16,7 @@ import time
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
+from socket import gethostname
 from types import SimpleNamespace
 
 import numpy as np
@@ -29,6 +30,7 @@ POLL_SECONDS = 0.2
 LONGEST_PAUSE = 60  # seconds
 SHARED, PREFIX = Path("/dev/shm"), "mindformers."
 FROM_OUTSIDE = {128 + number for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+DEVICES = "ASCEND_RT_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"
 TRAIN = ["-m", "mindformers_core", "train"]
 SETTINGS = {"RESTARTS": 0, "MIN_WORKERS": 0, "REJOIN_TIMEOUT": 600, "BACKOFF": 1, "TIME_LIMIT": 0}
 
@@ -107,11 +109,12 @@ def held_memory():
 
 class Supervisor:
     """Starts of one job, which is meant for so many `workers`: of its `command`, by the command `launch`, in which
-    `{workers}` stands for their number. What processes tell lies in the folder `supervisor` of `log_dir`.
+    `{workers}` stands for their number. What processes tell lies in a folder of `log_dir`, which machines may share.
     """
 
     def __init__(self, workers, log_dir, launch, command, settings):
-        self.workers, self.folder, self.launch = workers, (log_dir / "supervisor").resolve(), launch
+        self.workers, self.launch = workers, launch
+        self.folder = (log_dir / f"supervisor.{gethostname()}.{os.environ.get('NODE_RANK') or 0}").resolve()
         self.command, self.settings, self.trains = command, settings, command[: len(TRAIN)] == TRAIN
         self.child, self.signal = None, None  # the launch that runs; the signal that ends this process
         self.seen, self.goes_on = set(), False  # errors of starts before; whether the job has its run folder
@@ -146,6 +149,9 @@ class Supervisor:
 
     def _reason_to_end(self, code, told, restarts, seconds):
         """Why there is no other start after so many restarts and seconds, a text; None where there is one."""
+        self.seen = {
+            each for each in self.seen if each[0] >= told.step
+        }  # without those of steps that were passed since
         if code not in FROM_OUTSIDE and (told.ends or code != FOR_OTHERS):  # with 75 alone it leaves, as a signal asked
             own = {(step, error) for step, error, theirs in told.ends if theirs != FOR_OTHERS}
             errors = own or {end[:2] for end in told.ends} or {(told.step, f"exit code {code}")}
@@ -193,12 +199,11 @@ class Supervisor:
     def _start(self, ranks, overrides, restarts):
         """Run a launch to its end: its exit code, and whether it was asked to leave, since other workers are there."""
         shutil.rmtree(self.folder, ignore_errors=True)
-        self.folder.mkdir(parents=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
         words = [*self.command, *overrides, *["training.resume=auto"] * (self.goes_on and self.trains)]
         told = {FOLDER: self.folder, "MINDFORMERS_RESTART": restarts, "MINDFORMERS_WORKERS": self.workers}
         if ranks < self.workers:
-            devices = ",".join(map(str, self.there[:ranks]))
-            told |= {"ASCEND_RT_VISIBLE_DEVICES": devices, "CUDA_VISIBLE_DEVICES": devices}
+            told |= {name: visible(os.environ.get(name, ""), self.there[:ranks]) for name in DEVICES}
         return self._launch(ranks, words, {name: str(value) for name, value in told.items()})
 
     def _launch(self, ranks, words, told):
@@ -230,17 +235,28 @@ class Supervisor:
             time.sleep(min(POLL_SECONDS, seconds))
 
 
+def visible(given, slots):
+    """The devices of some slots, numbers, among those that the job was `given`, as text; "": all that there are."""
+    devices = given.split(",") if given else [*range(max(slots) + 1)]
+    return ",".join(str(devices[slot]) for slot in slots)
+
+
 def told_in(folder):
     """What the processes of a launch have told: attributes.
 
     `step` and `done`, the last step that one was in, and the most that one has done; `run`, 1 once the job has its run
     folder, 2 where it also saves, else 0; `ends`, `(step, error, exit code)` of those that ended by an error.
     """
-    found = {path.suffix: [*np.fromfile(path, np.int64).tolist(), 0, 0, 0][:3] for path in folder.glob("steps.*")}
-    ends = {path.suffix: json.loads(path.read_text()) for path in folder.glob("end.*[0-9]")}
+    found = {name_of(path): [*np.fromfile(path, np.int64).tolist(), 0, 0, 0][:3] for path in folder.glob("steps.*")}
+    ends = {name_of(path): json.loads(path.read_text()) for path in folder.glob("end.*[0-9]")}
     ends = [(found.get(process, [0])[0], facts["error"], facts["code"]) for process, facts in ends.items()]
     step, done, run = map(max, zip((0, 0, 0), *found.values()))
     return SimpleNamespace(step=step, done=done, run=run, ends=ends)
+
+
+def name_of(path):
+    """Host and number of the process that has written a file."""
+    return path.name.partition(".")[2]
 
 
 def say(text):

@@ -78,7 +78,7 @@ def _reduced(change):
 
     def enter(monkeypatch):
         finish = GradientReducer.finish
-        monkeypatch.setattr(GradientReducer, "finish", lambda reducer: change(finish(reducer)))
+        monkeypatch.setattr(GradientReducer, "finish", lambda reducer, scale: change(finish(reducer, scale)))
 
     return enter
 
@@ -164,13 +164,13 @@ FAULTS = {
         TP, Planted(MLP, "silu", scaled(1.001), backward=True), ("gradient", f"{MLP}.gate_proj", "Dense"),
     ),
     "a gradient lost on one rank": (
-        TP, Planted(CORE, "mixed", scaled(0.0), (1,), backward=True), ("gradient", CORE, "Softmax | Reshape"),
+        TP, Planted(CORE, "attention", scaled(0.0), (1,), backward=True), ("gradient", ATTENTION, "Rotary"),
     ),
     "a missing reduction of a gradient": (
         TP, Planted(LAYER, "normed_marked", source="normed"), ("gradient", NORM, "RMSNorm"),
     ),
     "a gradient reduced twice": (
-        TP, Planted(LAYER, "post_attention_layernorm_marked", scaled(2.0), backward=True),
+        TP, Planted(LAYER, "normed_2_marked", scaled(2.0), backward=True),
         ("gradient", f"{LAYER}.post_attention_layernorm", "RMSNorm"),
     ),
     "one rank's copy of a weight": (

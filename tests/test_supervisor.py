@@ -60,7 +60,8 @@ class Starts(supervisor.Supervisor):
         ([end(KILLED), end(KILLED), end(0)], 0, "exit code 137: restart 2 of 5"),
         ([end(KILLED)] * 6, KILLED, "the 5 restarts of RESTARTS are used up"),
         ([end(2, error="ValueError: bad sample")] * 2, 2, "the same error twice, at step 7: ValueError: bad sample"),
-        ([end(2, 7, error="E: a"), end(70, 9, error="E: a"), end(2, 7, error="E: a")], 2, "at step 7: E: a"),
+        ([end(2, 7, error="E: a"), end(70, 6, error="E: a"), end(2, 7, error="E: a")], 2, "at step 7: E: a"),
+        ([*[end(2, step, error="E: a") for step in (7, 9, 7)], end(0)], 0, "restart 3"),  # it was passed since
         ([end(2, 7, error="E: a"), end(KILLED), end(2, 9, error="E: a"), end(0)], 0, "restart 3 of 5"),
         ([end(2, 1, 0, error="KeyError: 3")], 2, "it has ended before its first step was done"),
         ([end(2) | {"steps": None}], 2, "it has ended before its first step was done"),
@@ -76,6 +77,24 @@ def test_when_a_job_is_started_again(tmp_path, capsys, ends, code, said):
     assert starts.run() == code
     assert len(starts.words) == len(ends)
     assert said in capsys.readouterr().err
+
+
+def test_devices_are_among_those_that_the_job_was_given():
+    assert supervisor.visible("", [0, 2]) == "0,2"
+    assert supervisor.visible("4,5,6,7", [0, 1, 3]) == "4,5,7"
+
+
+def test_machines_that_share_a_folder_tell_apart_what_their_processes_tell(tmp_path, monkeypatch):
+    """Processes of one number on two hosts, under one supervisor; supervisors have folders of their own."""
+    monkeypatch.setenv(supervised.FOLDER, str(tmp_path))
+    for host, step in (("a", 3), ("b", 5)):
+        monkeypatch.setattr(supervised, "gethostname", lambda host=host: host)
+        supervised.step_counter()[:] = step, step, 0
+        supervised.tell_end(f"E: {host}", 2)
+    assert sorted(supervisor.told_in(tmp_path).ends) == [(3, "E: a", 2), (5, "E: b", 2)]
+    first = Starts(tmp_path, []).folder
+    monkeypatch.setenv("NODE_RANK", "1")
+    assert Starts(tmp_path, []).folder != first
 
 
 def test_a_job_goes_on_in_its_run_folder_once_it_has_one(tmp_path):

@@ -75,9 +75,9 @@ def _picked(query, both, first, last, places, table):
     """The chunks of the slots as further rows of a batch."""
     queries, keys, size = table[1], table[2], query.shape[4]
     rows, columns = _flat(ops.gather(query, queries, 0)), _flat(ops.gather(both, keys, 0))
-    shape = table.shape[1], query.shape[1], query.shape[2]
     first, last, places = ops.gather(first, queries, 0), ops.gather(last, queries, 0), ops.gather(places, keys, 0)
-    ranges = [_flat(ops.broadcast_to(each, shape)) for each in (first, last, places)]
+    lengths = ((first, query.shape[2]), (last, query.shape[2]), (places, both.shape[2]))
+    ranges = [_flat(ops.broadcast_to(each, (table.shape[1], query.shape[1], length))) for each, length in lengths]
     return rows, columns[:, :, :, :size], columns[:, :, :, size:], *ranges
 
 

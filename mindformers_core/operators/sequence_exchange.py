@@ -42,7 +42,7 @@ def chunk_order(order, ranks):
     return tuple(chunk * times + number for chunk in order for number in range(times))
 
 
-def chunk_blocks(length, order, reach, is_exact, rows, has_kernel=False):
+def chunk_blocks(length, order, reach, is_exact, rows, has_kernel=False, key_length=None):
     """Function from the number of chunks by which queries lie behind keys to a `known`; None: they see none.
 
     Args:
@@ -50,9 +50,10 @@ def chunk_blocks(length, order, reach, is_exact, rows, has_kernel=False):
         order, reach, is_exact: as of `attention`; without an order nothing is known.
         rows: as of `visible_blocks`.
         has_kernel: whether a band is computed as one: `visible_band` is what is known then.
+        key_length: of a chunk of keys, which without an order may be another one. Default: `length`.
     """
     if order is None:
-        return lambda gap: (((0, 0, length),), ((0, 0, length),), (None, None), False, rows)
+        return lambda gap: (((0, 0, length),), ((0, 0, key_length or length),), (None, None), False, rows)
     before, after = reach
 
     def known_of(gap):

@@ -4,7 +4,7 @@ The outputs of parts of the keys are averaged by the sums of their exponentials 
 with Blockwise Transformers for Near-Infinite Context", arXiv 2310.01889). Where places are known, only those chunks
 are sent and multiplied that some query sees: see `sequence_exchange`. All ranks have equal graphs: which chunks a rank
 multiplies are constants. The gradient sends keys and values again, and their gradients home; it keeps none of the
-others'. All is sent as it was given, and added up in the dtype of scores.
+others'. All is sent as it was given, and added up in the dtype of scores; gradients of gathered keys are reduced in theirs.
 """
 
 from functools import lru_cache
@@ -122,9 +122,14 @@ class _Cut:
         rows = max(16, min(self.length // 8, max(_ROWS, cached)))
         drop, own, draws = dropped or (0.0, None, None)
         has_kernel = fits_kernel(query.dtype, query.shape[3], value.shape[3], drop)
-        known = self.length, order, reach, exact, rows, has_kernel
-        self.exchanges = _exchanges(self.order, ranks, known)
         self.context, self.way = context, way(context, self.each)
+        if key.shape[1] % self.way.count:
+            raise ValueError(
+                f"attention of a sequence that {ranks} ranks share takes keys in as many parts: the {key.shape[1]} of "
+                f"key {key.shape} don't divide, so use algorithm all_to_all, or keys that are padded"
+            )
+        known = self.length, order, reach, exact, rows, has_kernel, key.shape[1] // self.way.count
+        self.exchanges = _exchanges(self.order, ranks, known)
         self.computed = query.dtype if has_kernel else self.dtype  # in blocks, CPU computes no bfloat16
         query, both = ops.cast(query, self.computed), ops.cat((key, value), -1)
         self.query, self.first, self.last = (_chunks(each, self.each) for each in (query, first, last))

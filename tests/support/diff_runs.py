@@ -72,8 +72,8 @@ class Planted:
         """Plant the fault until the test ends."""
         before_text, before_loaded = Instrumentation.text, Instrumentation.loaded
         variable = self.variable.partition(" = ")[0]
-        line = self.variable if variable != self.variable else f"{variable} = "
-        pattern = re.compile(rf"^    {re.escape(line)}.*$", re.MULTILINE)
+        line = re.escape(self.variable) if variable != self.variable else rf"{variable}(?:, \w+)* = "
+        pattern = re.compile(rf"^    {line}.*$", re.MULTILINE)
 
         def text(given, source):
             last = f"    {variable} = planted(self, {variable}, {self.source or None})"
