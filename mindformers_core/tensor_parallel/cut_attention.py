@@ -4,7 +4,7 @@ The outputs of parts of the keys are averaged by the sums of their exponentials 
 with Blockwise Transformers for Near-Infinite Context", arXiv 2310.01889). Where places are known, only those chunks
 are sent and multiplied that some query sees: see `sequence_exchange`. All ranks have equal graphs: which chunks a rank
 multiplies are constants. The gradient sends keys and values again, and their gradients home; it keeps none of the
-others'. All is sent as it was given, and added up in the dtype of scores; gradients of gathered keys are reduced in theirs.
+others'. All is sent as it was given, and added up in the dtype of scores, but gradients of gathered keys, in theirs.
 """
 
 from functools import lru_cache
