@@ -97,29 +97,6 @@ def test_each_algorithm(algorithm, cut, found, dropout):
         eager(sample, rtol=2**-7, atol=2**-8)  # values are below 2, and each part's result is rounded
 
 
-def crossed(algorithm):
-    """Attention of each token to all of another text up to some place, by an algorithm."""
-    known = None, (None, None), False, algorithm
-    return lambda query, key, value, own, places: attention(query, key, value, own * 0, own + 3, places, 0.5, *known)
-
-
-@pytest.mark.parametrize("algorithm", ["gather", "ring", "auto"])
-@pytest.mark.parametrize("length", [4, 16])
-def test_keys_of_another_length_than_queries(algorithm, length):
-    keys = (numbers(4, length, 4, 4, low=-1) for _ in range(2))
-    places = [np.arange(size, dtype=np.int32)[None] for size in (8, length)]
-    cuts = [layout(None, "a")] * 5
-    check_of(Sample("", crossed(algorithm), (numbers(4, 8, 4, 4, low=-1), *keys, *places), cuts=(cuts,)))
-
-
-def test_keys_that_ranks_do_not_divide():
-    keys = (numbers(4, 7, 4, 4, low=-1) for _ in range(2))
-    places = [np.arange(size, dtype=np.int32)[None] for size in (8, 7)]
-    cuts = [layout(None, "a"), layout(), layout(), layout(None, "a"), layout()]
-    with pytest.raises(ValueError, match=r"the 7 of key \(4, 7, 4, 4\) don't divide"):
-        check_of(Sample("", crossed("gather"), (numbers(4, 8, 4, 4, low=-1), *keys, *places), cuts=(cuts,)))
-
-
 _HYBRID, _ALONE = (8, 2, 512, ((), "a", "b", ())), (2, 8, 256, ((), ("a", "b"), (), ()))
 
 

@@ -1,0 +1,31 @@
+"""Attention of a cut sequence to another one, whose length is its own."""
+
+import numpy as np
+import pytest
+from support.verified_calls import Sample, check_of, numbers
+
+from mindformers_core.layout import layout
+from mindformers_core.tensor_parallel.attention import attention
+
+
+def crossed(algorithm):
+    """Attention of each token to all of another text up to some place, by an algorithm."""
+    known = None, (None, None), False, algorithm
+    return lambda query, key, value, own, places: attention(query, key, value, own * 0, own + 3, places, 0.5, *known)
+
+
+@pytest.mark.parametrize("algorithm", ["gather", "ring", "auto"])
+@pytest.mark.parametrize("length", [4, 16])
+def test_keys_of_another_length_than_queries(algorithm, length):
+    keys = (numbers(4, length, 4, 4, low=-1) for _ in range(2))
+    places = [np.arange(size, dtype=np.int32)[None] for size in (8, length)]
+    cuts = [layout(None, "a")] * 5
+    check_of(Sample("", crossed(algorithm), (numbers(4, 8, 4, 4, low=-1), *keys, *places), cuts=(cuts,)))
+
+
+def test_keys_that_ranks_do_not_divide():
+    keys = (numbers(4, 7, 4, 4, low=-1) for _ in range(2))
+    places = [np.arange(size, dtype=np.int32)[None] for size in (8, 7)]
+    cuts = [layout(None, "a"), layout(), layout(), layout(None, "a"), layout()]
+    with pytest.raises(ValueError, match=r"the 7 of key \(4, 7, 4, 4\) don't divide"):
+        check_of(Sample("", crossed("gather"), (numbers(4, 8, 4, 4, low=-1), *keys, *places), cuts=(cuts,)))
