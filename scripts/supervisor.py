@@ -149,9 +149,7 @@ class Supervisor:
 
     def _reason_to_end(self, code, told, restarts, seconds):
         """Why there is no other start after so many restarts and seconds, a text; None where there is one."""
-        self.seen = {
-            each for each in self.seen if each[0] >= told.step
-        }  # without those of steps that were passed since
+        self.seen = {each for each in self.seen if each[0] >= told.step}  # not those of steps that were passed since
         if code not in FROM_OUTSIDE and (told.ends or code != FOR_OTHERS):  # with 75 alone it leaves, as a signal asked
             own = {(step, error) for step, error, theirs in told.ends if theirs != FOR_OTHERS}
             errors = own or {end[:2] for end in told.ends} or {(told.step, f"exit code {code}")}
@@ -236,9 +234,12 @@ class Supervisor:
 
 
 def visible(given, slots):
-    """The devices of some slots, numbers, among those that the job was `given`, as text; "": all that there are."""
-    devices = given.split(",") if given else [*range(max(slots) + 1)]
-    return ",".join(str(devices[slot]) for slot in slots)
+    """The devices of some slots, numbers, among those that the job was `given`, as text; "": all that there are.
+
+    `given` itself where it has no device for each slot, as for workers that use none.
+    """
+    devices = given.split(",") if given else [*map(str, range(max(slots) + 1))]
+    return ",".join(devices[slot] for slot in slots) if max(slots) < len(devices) else given
 
 
 def told_in(folder):

@@ -146,7 +146,7 @@ BY_MOMENTUM = {
 }  # fmt: skip
 
 
-# compiled LARS and Muon run daily on ranks: tests/ranks/case_zero_training.py
+# compiled LARS and Muon run at night on ranks: tests/ranks/case_zero_training.py
 RARE = ("LARS", True), ("SGD", True), ("mindspore.nn:Momentum", True)
 BOTH_MODES = [(kind, compiled) for kind in BY_MOMENTUM for compiled in (False, True)]
 

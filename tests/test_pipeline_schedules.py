@@ -11,7 +11,8 @@ from mindformers_core.pipeline.tables.step import MetaStepType
 from mindformers_core.pipeline.tables.table import ScheduleTable
 from mindformers_core.pipeline.tables.validating import validate
 
-FEW_RANKS = 1, 2, 3, 4, 8  # in every run; all numbers at night
+RANK_NUMS = range(1, 9)
+MICRO_BATCH_NUMS = range(1, 33)
 CHUNK_NUMS = {"interleaved_1f1b": (1, 2, 3, 4), "looped_bfs": (1, 2, 3, 4), "zb_v": (2,), "dualpipe_v": (2,)}
 ADMITTED = {  # how many of the tables of those ranks, micro-batches and chunks
     "gpipe": 256,
@@ -28,9 +29,9 @@ def planned(name, rank_num, micro_batch_num, chunk_num=1):
     return schedule_class(name).planned(rank_num, micro_batch_num, chunk_num)
 
 
-def sizes(name, micro_batch_nums, rank_nums=FEW_RANKS):
+def sizes(name, micro_batch_nums=MICRO_BATCH_NUMS):
     """All (ranks, micro-batches, chunks) that the schedule admits."""
-    for rank_num in rank_nums:
+    for rank_num in RANK_NUMS:
         fewest = 2 * rank_num if name == "dualpipe_v" else 1
         for chunk_num in CHUNK_NUMS.get(name, (1,)):
             for micro_batch_num in micro_batch_nums:
@@ -52,7 +53,7 @@ def texts(schedule):
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_tables_that_are_admitted_are_valid(name):
-    """Of every number of chunks."""
+    """Of every number of ranks and chunks; all numbers of micro-batches at night."""
     for size in sizes(name, micro_batch_nums=(1, 2, 5, 9, 16)):
         validate(forward_only(planned(name, *size).table), training=False)  # making a table validates it
 
@@ -61,7 +62,7 @@ def test_tables_that_are_admitted_are_valid(name):
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_table_that_is_admitted_is_valid(name):
     count = 0
-    for size in sizes(name, range(1, 33), range(1, 9)):
+    for size in sizes(name):
         table = planned(name, *size).table  # making it validates it
         validate(forward_only(table), training=False)
         count += 1
@@ -119,7 +120,7 @@ def test_time_and_memory_are_as_promised(name):
             checked += 1
         for rank, peak in enumerate(timeline.peak_live):
             assert peak <= peak_limit(name, rank, rank_num, micro_batch_num, chunk_num), f"{size}: rank {rank}"
-    assert checked >= 15
+    assert checked >= 20
 
 
 # Known figures, where F = I = W = 1: (p - 1) / (v m + p - 1) of 3 (p - 1) idle; the zero-bubble schedules p - 1.
@@ -228,7 +229,7 @@ def test_work_grows_with_the_table(name):
         return calls_in(planned, name, *made) / sum(len(order) for order in planned(name, *made).table.orders)
 
     few = work_of_a_step(8, 16)
-    assert few < 20 and work_of_a_step(16, 32) < 1.2 * few
+    assert few < 20 and work_of_a_step(16, 64) < 1.2 * few
 
 
 # What is not admitted.

@@ -82,6 +82,7 @@ def test_when_a_job_is_started_again(tmp_path, capsys, ends, code, said):
 def test_devices_are_among_those_that_the_job_was_given():
     assert supervisor.visible("", [0, 2]) == "0,2"
     assert supervisor.visible("4,5,6,7", [0, 1, 3]) == "4,5,7"
+    assert supervisor.visible("5", [0, 3]) == "5", "workers that use none"
 
 
 def test_machines_that_share_a_folder_tell_apart_what_their_processes_tell(tmp_path, monkeypatch):
