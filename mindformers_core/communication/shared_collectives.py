@@ -16,13 +16,14 @@ import numpy as np
 
 from mindformers_core.communication.connecting import all_gather_texts, connect_ranks
 from mindformers_core.communication.local import part_length
-from mindformers_core.communication.shared_memory import share_memory
+from mindformers_core.communication.shared_memory import SegmentWriter, share_memory
 from mindformers_core.communication.tensor_bytes import as_bytes, empty_tensor
 from mindformers_core.communication.world import process_state
 
 _TIMEOUT = 30.0  # seconds that a rank waits for the others, as in MindSpore's collectives on CPU
 _HALF = 1 << 21  # bytes of half a rank's memory: the most that is copied at once, which should fit in a core's cache
 _ALIGNED = 64  # bytes at whose multiples a rank's slot in a half begins
+_RESERVED = 1 << 34  # bytes of address space for a rank's segments, which graphs use
 _TOKEN = 4  # bytes that ranks send each other at a barrier
 
 
@@ -52,11 +53,16 @@ class SharedGroup:
         index: this rank's place in the group.
         connections: place -> `Connection` to that rank, for all others.
         memories: of every rank, in the group's order, an array of bytes of shape (2, bytes of a half).
+        reserved: of every rank an array of bytes, for segments.
+
+    Attributes:
+        segments: the `SegmentWriter` of this rank's part of `reserved`.
     """
 
-    def __init__(self, index, connections, memories):
+    def __init__(self, index, connections, memories, reserved):
         self.index, self.size = index, len(memories)
         self.connections, self.memories = connections, memories
+        self.reserved, self.segments = reserved, SegmentWriter(reserved[index])
         self.slot_size = memories[0].shape[1] // self.size // _ALIGNED * _ALIGNED  # bytes of a rank's slot in a half
         self.barriers = 0
         weakref.finalize(self, _close, connections)  # also at the end of the process
@@ -181,8 +187,9 @@ def join_memory(index, connections):
     if not all(connection.on_one_host for connection in connections.values()):
         _close(connections)
         return None
-    memories = share_memory(index, connections, 2 * _HALF)
-    return SharedGroup(index, connections, [memories[place].reshape(2, _HALF) for place in sorted(memories)])
+    shared = share_memory(index, connections, 2 * _HALF + _RESERVED)
+    halves, reserved = zip(*[np.split(shared[place], [2 * _HALF]) for place in sorted(shared)])
+    return SharedGroup(index, connections, [each.reshape(2, _HALF) for each in halves], reserved)
 
 
 def _close(connections):

@@ -12,8 +12,9 @@ from bisect import insort
 
 import numpy as np
 
-_HEADER = 64  # bytes of a segment before the message; the first one is 1 while the segment is in use
-_PAGE = 4096  # bytes at whose multiples segments begin
+MOST_READERS = 64  # of a segment
+_HEADER = MOST_READERS  # bytes of a segment before the message: 1 for each reader that hasn't read it
+PAGE = 4096  # bytes at whose multiples segments begin
 _GREETING = b"memory"  # bytes that carry a file descriptor
 
 
@@ -55,8 +56,12 @@ class SegmentWriter:
         self.memory = memory
         self.in_use = []  # (begin, end) of every segment that may be in use, ascending
 
-    def write(self, pieces):
-        """Copy arrays of uint8 into a segment, one after the other; returns the segment's offset for the reader.
+    def write(self, pieces, readers=(0,)):
+        """Copy arrays of uint8 into a segment, one after the other; returns the segment's offset, which PAGE divides.
+
+        Args:
+            pieces: the arrays.
+            readers: numbers below MOST_READERS, for `free_segment`.
 
         Raises:
             ValueError: the memory has no room for it beside the messages that wait for their receivers.
@@ -72,18 +77,19 @@ class SegmentWriter:
         for piece in pieces:
             self.memory[start : start + piece.size] = piece
             start += piece.size
-        self.memory[offset] = 1
+        self.memory[offset : offset + _HEADER] = 0
+        self.memory[[offset + reader for reader in readers]] = 1
         insort(self.in_use, (offset, start))
         return offset
 
     def _first_gap(self, size):
         """The offset of the first free range of `size` bytes (first fit: low pages stay in the cache)."""
-        self.in_use = [(begin, end) for begin, end in self.in_use if self.memory[begin]]
+        self.in_use = [(begin, end) for begin, end in self.in_use if self.memory[begin : begin + _HEADER].any()]
         offset = 0
         for begin, end in self.in_use:
             if offset + size <= begin:
                 break
-            offset = -(-end // _PAGE) * _PAGE
+            offset = -(-end // PAGE) * PAGE
         return offset
 
 
@@ -93,4 +99,15 @@ def read_segment(memory, offset, targets):
     for target in targets:
         target[:] = memory[start : start + target.size]
         start += target.size
-    memory[offset] = 0
+    free_segment(memory, offset)
+
+
+def segment_like(memory, offset, array):
+    """What lies in the segment at `offset`, an array like another one."""
+    start = offset + _HEADER
+    return memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+
+
+def free_segment(memory, offset, reader=0):
+    """Mark a segment as read by one of its readers; after the last one it is free."""
+    memory[offset + reader] = 0

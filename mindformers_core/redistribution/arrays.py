@@ -17,34 +17,38 @@ def reduce_arrays(tensors, op):
 
 
 def exchange(kind, tensors, *arguments):
-    """The results of a collective on all ranks of a group.
+    """The results of a collective on all ranks of a group, a list: `exchanged` for every place."""
+    if kind in ("all_reduce", "all_gather"):
+        return [exchanged(kind, tensors, 0, *arguments)] * len(tensors)
+    return [exchanged(kind, tensors, place, *arguments) for place in range(len(tensors))]
+
+
+def exchanged(kind, tensors, place, *arguments):
+    """The result of a collective on one rank of a group.
 
     Args:
         kind: `all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all`, `permute` or `exchange`.
-        tensors: the inputs, NumPy arrays.
+        tensors: the inputs of all ranks, NumPy arrays.
+        place: of the rank in the group.
         arguments: `op`; `dim`; `dim, op`; `dim, to_dim`; `destinations, origins`, for every place of the group the
             place that its tensor goes to, and the one that its result comes from; None: none, and zeros.
-
-    Returns:
-        The list of results.
     """
-    return _EXCHANGES[kind](tensors, *arguments)
+    return _EXCHANGES[kind](tensors, place, *arguments)
 
 
-def _all_to_all(tensors, dim, to_dim):
-    pieces = [np.split(tensor, len(tensors), to_dim) for tensor in tensors]
-    return [np.concatenate(received, dim) for received in zip(*pieces)]
+def _parts(tensors, place, dim):
+    return [np.split(tensor, len(tensors), dim)[place] for tensor in tensors]
 
 
 _EXCHANGES = {
-    "all_reduce": lambda tensors, op: [reduce_arrays(tensors, op)] * len(tensors),
-    "all_gather": lambda tensors, dim: [np.concatenate(tensors, dim)] * len(tensors),
-    "reduce_scatter": lambda tensors, dim, op: np.split(reduce_arrays(tensors, op), len(tensors), dim),
-    "all_to_all": _all_to_all,
-    "exchange": lambda tensors: [np.stack(rows) for rows in zip(*tensors)],
-    "permute": lambda tensors, _, origins: [
-        np.zeros_like(tensors[0]) if origin is None else tensors[origin] for origin in origins
-    ],
+    "all_reduce": lambda tensors, _, op: reduce_arrays(tensors, op),
+    "all_gather": lambda tensors, _, dim: np.concatenate(tensors, dim),
+    "reduce_scatter": lambda tensors, place, dim, op: reduce_arrays(_parts(tensors, place, dim), op),
+    "all_to_all": lambda tensors, place, dim, to_dim: np.concatenate(_parts(tensors, place, to_dim), dim),
+    "exchange": lambda tensors, place: np.stack([tensor[place] for tensor in tensors]),
+    "permute": lambda tensors, place, _, origins: (
+        np.zeros_like(tensors[0]) if origins[place] is None else tensors[origins[place]]
+    ),
 }
 
 

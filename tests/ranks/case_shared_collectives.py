@@ -5,7 +5,9 @@ from itertools import product
 import mindspore as ms
 import numpy as np
 import pytest
+from mindspore import ops
 from support.launch import on_ranks
+from support.message_tensors import bits_of
 
 from mindformers_core import communication as comm
 from mindformers_core.communication import shared_collectives, world
@@ -19,6 +21,11 @@ SHAPE = (8, 64, 1000)  # 2 MB
 def barriers(group):
     """The number of barriers that a group has passed."""
     return shared_collectives.shared_group(group).barriers
+
+
+def squared(cell):
+    """A function of a tensor: the sum of the squares of what a collective makes of it."""
+    return lambda x: ops.sum(cell(x) * cell(x))
 
 
 def values(rank, shape=SHAPE, dtype=np.float32):
@@ -99,6 +106,27 @@ def case_what_goes_another_way():
     for result, collective in zip(shared, collectives):
         np.testing.assert_array_equal(collective(x).asnumpy(), result)
     memo[group.ranks] = kept
+
+
+@on_ranks(2)
+def case_graphs_give_the_same():
+    """Small and large tensors of many dtypes: bit by bit PyNative's results and gradients."""
+    mesh, random = init_device_mesh((2,), ("dp",)), np.random.default_rng(world().rank)
+    cells = [
+        comm.AllReduceVarying(mesh, "dp"), comm.AllReduce(mesh, "dp", "max"), comm.AllGatherVarying(mesh, "dp", 1),
+        comm.ReduceScatter(mesh, "dp", 1), comm.AllToAll(mesh, "dp", 0, 1), comm.Shift(mesh, "dp", 1),
+    ]  # fmt: skip
+    for cell, dtype in product(cells, (ms.float32, ms.float16, ms.int64, ms.int8)):
+        x = ms.Tensor(random.normal(size=(4000, 64)) * 9, dtype)
+        eager, compiled = cell(x), ms.jit(cell.forward)(x)
+        assert (compiled.dtype, compiled.shape) == (eager.dtype, eager.shape)
+        assert bits_of(compiled).tobytes() == bits_of(eager).tobytes(), (cell, dtype)
+    x = ms.Tensor(random.normal(size=(4000, 64)), ms.bfloat16)  # of which CPU has no sums in PyNative
+    assert bits_of(ms.jit(cells[2].forward)(x)).tobytes() == bits_of(cells[2](x)).tobytes()
+    for cell in (cells[0], *cells[2:]):
+        x = ms.Tensor(random.normal(size=(400, 64)).astype(np.float32))
+        weighted = ms.grad(squared(cell))
+        np.testing.assert_array_equal(ms.jit(weighted)(x).asnumpy(), weighted(x).asnumpy())
 
 
 @on_ranks(2)
