@@ -4,21 +4,22 @@ All other collectives are composed of these, in the form that was measured faste
 buffered, so that all ranks can send first; in a graph of all-reduce sums of buffers that are -0.0 except for the rank's
 own part: x + -0.0 is x for every float x, also for -0.0.
 
-Large tensors of ranks on one host bypass MindSpore: in PyNative, see `shared_collectives`, and in a graph, where its
-all-reduce carries no more than where they are: see `graph_segments`. 13 MB of float32 between two
-pinned ranks (two cores of an AMD EPYC), in ms: all-reduce 42 by MindSpore, 2.7 through shared memory; reduce-scatter 22
+Large tensors of ranks on one host bypass MindSpore: see `shared_collectives`. 13 MB of float32 between two pinned ranks
+(two cores of an AMD EPYC), in PyNative, in ms: all-reduce 42 by MindSpore, 2.7 through shared memory; reduce-scatter 22
 by messages, 1.5; all-gather 21, 1.5.
 """
 
+from functools import cached_property
 from math import prod
 
 from mindspore import Tensor, dtype as mstype, nn, ops
+from mindspore.ops import constexpr
 from mindspore.ops.auto_generate.gen_ops_prim import dist_comm_irecv_op, dist_comm_isend_op
 
 from mindformers_core.communication import raw
-from mindformers_core.communication.graph_segments import BySegments
 from mindformers_core.communication.local import chunk, pad_part
-from mindformers_core.communication.shared_collectives import shared_group
+from mindformers_core.communication.shared_collectives import BySegments, shared_group
+from mindformers_core.communication.shared_memory import MOST_READERS
 
 _ZEROS_LIKE = ops.ZerosLike()
 _COMBINE = {"sum": ops.Add(), "max": ops.Maximum(), "min": ops.Minimum()}
@@ -38,11 +39,20 @@ class CpuCollective(raw.RawCollective):
         self.empty = Tensor(-0.0, mstype.float32)
         origin = arguments[1][self.index] if kind == "permute" else 0
         self.row = self.size if origin is None else origin  # of what this place gets, behind which are zeros
-        shared = shared_group(group)
-        self.by_segments = shared and BySegments(shared, kind, arguments, self.sum.reduce)
+
+    @cached_property
+    def by_segments(self):
+        """This collective for large tensors in graphs; None where ranks are on several hosts, or too many."""
+        shared = shared_group(self.group) if self.size <= MOST_READERS else None  # all ranks compile the same graph
+        return shared and BySegments(shared, self.kind, self.arguments, self.sum.reduce)
 
     def _in_graph(self, x):
-        if self.by_segments is not None and prod(x.shape) * x.itemsize >= _SHARED_FROM:
+        if x.dtype == mstype.bfloat16:  # which few operators of CPU take, and no function of Python
+            return ops.cast(self._exact(ops.cast(x, mstype.float32)), x.dtype)
+        return self._exact(x)
+
+    def _exact(self, x):
+        if _is_large(x.shape, x.itemsize) and self.by_segments is not None:
             return self.by_segments(x)
         return getattr(self, self.kind)(x, *self.arguments)
 
@@ -130,6 +140,11 @@ class CpuCollective(raw.RawCollective):
         return total
 
 
+@constexpr
+def _is_large(shape, itemsize):
+    return prod(shape) * itemsize >= _SHARED_FROM
+
+
 class _Sum(nn.Cell):
     """All-reduce sum in a graph, of any dtype but float64.
 
@@ -143,8 +158,6 @@ class _Sum(nn.Cell):
     def construct(self, x):
         if x.dtype == mstype.float32 or x.dtype == mstype.float16:
             return self.reduce(x)
-        if x.dtype == mstype.bfloat16:
-            return ops.cast(self.reduce(ops.cast(x, mstype.float32)), x.dtype)
         if x.dtype == mstype.float64:
             raise TypeError("float64 can't be communicated inside @ms.jit on CPU: cast to float32, or run in PyNative")
         if x.dtype == mstype.int64:

@@ -1,10 +1,14 @@
-"""Collectives of large tensors between the ranks of one host, in PyNative on CPU, without MindSpore.
+"""Collectives of large tensors between the ranks of one host, on CPU, without MindSpore.
 
-Every rank of a group has memory that all ranks can read. A rank copies a piece of its tensor there; after a barrier
-(each rank sends every other one a few bytes over a socket, which wake the receiver up) all ranks read and sum the
-pieces. The memory is a double buffer of two halves: a rank at the next barrier has read the half of the barrier before.
+Every rank of a group has memory that all ranks can read. In PyNative, a rank copies a piece of its tensor there; after
+a barrier (each rank sends every other one a few bytes over a socket, which wake the receiver up) all ranks read and sum
+the pieces. The memory is a double buffer: a rank at the next barrier has read the half of the barrier before.
 
-One rank computes the sum of an element, in the group's order, so that all ranks get the same bits.
+A graph on CPU calls functions of Python in an order that differs from rank to rank, so that they can't wait for each
+other; the order of its all-reduces doesn't. There a function copies the tensor into a segment of this rank's memory,
+an all-reduce tells all ranks the offsets of all segments, and another function computes the result of them.
+
+An element is summed in the group's order, in PyNative by one rank, so that all ranks get the same bits.
 """
 
 import math
@@ -13,17 +17,20 @@ import zlib
 from functools import partial
 
 import numpy as np
+from mindspore import dtype as mstype, nn, ops
 
 from mindformers_core.communication.connecting import all_gather_texts, connect_ranks
 from mindformers_core.communication.local import part_length
-from mindformers_core.communication.shared_memory import SegmentWriter, share_memory
+from mindformers_core.communication.shared_memory import PAGE, SegmentWriter, free_segment, segment_like, share_memory
 from mindformers_core.communication.tensor_bytes import as_bytes, empty_tensor
 from mindformers_core.communication.world import process_state
+from mindformers_core.redistribution.arrays import exchanged
 
 _TIMEOUT = 30.0  # seconds that a rank waits for the others, as in MindSpore's collectives on CPU
 _HALF = 1 << 21  # bytes of half a rank's memory: the most that is copied at once, which should fit in a core's cache
 _ALIGNED = 64  # bytes at whose multiples a rank's slot in a half begins
 _RESERVED = 1 << 34  # bytes of address space for a rank's segments, which graphs use
+_RESIZED = {"all_gather": ("longer",), "reduce_scatter": ("shorter",), "all_to_all": ("longer", "shorter")}
 _TOKEN = 4  # bytes that ranks send each other at a barrier
 
 
@@ -172,6 +179,48 @@ def _pieces(shape, most):
     for row in range(0, shape[0], high):
         for column in range(0, shape[1], wide):
             yield slice(row, row + high), slice(column, column + wide)
+
+
+class BySegments(nn.Cell):
+    """A collective in a graph, of any dtype but bfloat16.
+
+    Args:
+        shared: the `SharedGroup` of its ranks.
+        kind, arguments: as of `RawCollective`.
+        reduce: MindSpore's all-reduce sum of these ranks.
+    """
+
+    def __init__(self, shared, kind, arguments, reduce):
+        super().__init__(auto_prefix=False)
+        index, size, others = shared.index, shared.size, shared.connections.keys()
+        self.reduce = reduce
+
+        def write(x):
+            pages = np.zeros(size, np.float32)  # which has all numbers of pages of `_RESERVED`
+            pages[index] = shared.segments.write([np.ascontiguousarray(x).reshape(-1).view(np.uint8)], others) // PAGE
+            return pages
+
+        def read(pages, x):
+            offsets = [int(page) * PAGE for page in pages]
+            tensors = [segment_like(shared.reserved[place], offsets[place], x) for place in range(size)]
+            tensors[index] = x
+            result = exchanged(kind, tensors, index, *arguments)
+            result = result.copy() if kind == "permute" else result  # which is a segment itself
+            for place in others:
+                free_segment(shared.reserved[place], offsets[place], index)
+            return result
+
+        def shape_of(_, shape):
+            shape = list(shape)
+            for what, dim in zip(_RESIZED.get(kind, ()), arguments):
+                shape[dim] = shape[dim] * size if what == "longer" else part_length(shape, size, dim)
+            return shape
+
+        self.write = ops.Custom(write, lambda _: [size], lambda _: mstype.float32, "pyfunc")
+        self.read = ops.Custom(read, shape_of, lambda _, dtype: dtype, "pyfunc")
+
+    def construct(self, x):
+        return self.read(self.reduce(self.write(x)), x)
 
 
 def join_memory(index, connections):
