@@ -8,6 +8,7 @@ from mindformers_core.hints import nearest
 DTYPE_KEYS = ("torch_dtype", "dtype")
 _ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # of texts, which no model computes with
+_TIED_COPIES = ("lm_head.weight",)  # that files may have beside the embedding; `transformers` ignores them, too
 # what a checkpoint's tensors and their use don't depend on; dtypes are converted
 _OF_TRAINING = (*DTYPE_KEYS, "attention_dropout", "initializer_range", "max_position_embeddings")
 
@@ -21,7 +22,7 @@ def ignored_tensors(spec, names, config=None):
     """Those of the names of tensors that aren't parameters of the model, of this config if it is known, nor needed."""
     patterns = spec.hugging_face.ignored if spec.hugging_face else ()
     if spec.hugging_face and getattr(config, "tie_word_embeddings", False):
-        patterns += spec.hugging_face.tied_copies
+        patterns += _TIED_COPIES
     return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 

@@ -135,7 +135,6 @@ class HuggingFaceFormat:
         tensor_map: function of the config that returns pairs (pattern of paths of parameters, their `FileTensor`s); a
             parameter that no pattern matches is a tensor of its path.
         ignored: patterns of names of tensors that old files have, and that are no parameters.
-        tied_copies: those of tensors that files may have beside tied parameters; `transformers` ignores them, too.
     """
 
     model_type: str
@@ -146,7 +145,6 @@ class HuggingFaceFormat:
     written: dict = field(default_factory=dict, hash=False)
     tensor_map: Callable = lambda config: ()
     ignored: tuple = ()
-    tied_copies: tuple = ()
 
 
 @dataclass(frozen=True)

@@ -95,6 +95,5 @@ FORMAT = HuggingFaceFormat(
     fixed=FIXED,
     tensor_map=_tensor_map,
     ignored=("model.layers.*.embed_tokens.weight", "model.layers.*.shared_head.head.weight"),
-    tied_copies=("lm_head.weight",),
 )
 SPEC = decoder_spec(DeepseekV3Config, FORMAT)

@@ -107,6 +107,5 @@ FORMAT = HuggingFaceFormat(
     written={"embd_pdrop": 0.0, "resid_pdrop": 0.0},
     tensor_map=_tensor_map,
     ignored=("*.attn.bias", "*.attn.masked_bias"),
-    tied_copies=("lm_head.weight",),
 )  # fmt: skip
 SPEC = decoder_spec(GPT2Config, FORMAT)

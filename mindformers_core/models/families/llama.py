@@ -16,6 +16,5 @@ FORMAT = HuggingFaceFormat(
     KEYS,
     fixed=FIXED | {"attention_bias": False, "mlp_bias": False, "pretraining_tp": 1},
     ignored=("*.rotary_emb.inv_freq",),
-    tied_copies=("lm_head.weight",),
 )
 SPEC = decoder_spec(LlamaConfig, FORMAT, "mindformers_core.models.llama:llama_for_training")

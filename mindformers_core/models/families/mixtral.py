@@ -53,6 +53,5 @@ FORMAT = HuggingFaceFormat(
     fixed=FIXED | {"sliding_window": None},
     written={"router_jitter_noise": 0.0},
     tensor_map=_tensor_map,
-    tied_copies=("lm_head.weight",),
 )
 SPEC = decoder_spec(MixtralConfig, FORMAT)

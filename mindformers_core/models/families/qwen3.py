@@ -33,6 +33,5 @@ FORMAT = HuggingFaceFormat(
     "Qwen3ForCausalLM",
     (*KEYS, "attention_bias"),
     fixed=FIXED | {"use_sliding_window": False},
-    tied_copies=("lm_head.weight",),
 )
 SPEC = decoder_spec(Qwen3Config, FORMAT)
