@@ -45,19 +45,20 @@ fi
 python=$(launch_python) || exit 1
 export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH}
 local_workers=${3:-$worker_num}
-workers=$worker_num
+workers=$worker_num machine=${6:-0}
 supervisor=()
 command=("${COMMAND_WORDS[@]}")
 if [ "${RESTARTS:-0}" != 0 ]; then
-    supervisor=("$python" "$ROOT/scripts/supervisor.py" --workers "$worker_num" --log_dir "${7:-output/msrun_log}" --launch)
+    supervisor=("$python" "$ROOT/scripts/supervisor.py" --workers "$worker_num" --local_workers "$local_workers"
+        --machine "${6:-0}" --log_dir "${7:-output/msrun_log}" --launch)
     command=(--command "${COMMAND_WORDS[@]}")
     [ "${8:-True}" = True ] || fail "RESTARTS needs JOIN True: with False nobody notices a failure"
-    workers="{workers}"
+    workers="{workers}" machine="{machine}"
     [ "$local_workers" != "$worker_num" ] || local_workers="{workers}"
     [ "$local_workers" = "{workers}" ] || [ -z "${EXCLUDE:-}" ] ||
         fail "EXCLUDE names processes of one machine, and this job has several: leave it out"
 fi
 exec "${supervisor[@]}" "$python" "$ROOT/scripts/msrun_watch.py" --worker_num="$workers" \
     --local_worker_num="$local_workers" --master_addr="${4:-127.0.0.1}" --master_port="${5:-8118}" \
-    --node_rank="${6:-0}" --log_dir="${7:-output/msrun_log}" --join="${8:-True}" \
+    --node_rank="$machine" --log_dir="${7:-output/msrun_log}" --join="${8:-True}" \
     --cluster_time_out="${9:-${REJOIN_TIMEOUT:-7200}}" -- "${command[@]}"

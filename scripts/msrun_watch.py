@@ -88,27 +88,24 @@ def check_port(address, port, one_machine):
         family, _, _, _, target = socket.getaddrinfo(address.strip("[]"), port, type=socket.SOCK_STREAM)[0]
     except socket.gaierror as error:
         raise ValueError(f"MASTER_ADDR {address!r} is no address known here: {error.strerror}") from error
+
+    def listen_once(port):
+        with socket.create_server((target[0], port), family=family) as probe:
+            return probe.getsockname()[1]
+
     try:
-        return _listen_once(family, target)
+        return listen_once(port)
     except PermissionError as error:
         raise ValueError(f"MASTER_PORT {port} on {address}: not allowed to listen there") from error
     except OSError as error:
         try:
-            free = _listen_once(family, (target[0], 0, *target[2:]))
+            free = listen_once(0)
         except OSError:
             advice = "leave it out" if one_machine else "start NODE_RANK 0 on the machine with that address"
             raise ValueError(f"MASTER_ADDR {address} is not an address of this machine: {advice}") from error
         raise ValueError(
             f"MASTER_PORT {port} on {address} is in use (another job, perhaps): {free} is free; 0 takes a free one"
         ) from error
-
-
-def _listen_once(family, target):
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind(target)
-        probe.listen(1)
-        return probe.getsockname()[1]
 
 
 def run(args):
@@ -128,7 +125,7 @@ def run(args):
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, hear)
-    with (args.log_dir / "msrun.log").open("w+", errors="replace") as msrun_log:
+    with (args.log_dir / f"msrun_{args.node_rank}.log").open("w+", errors="replace") as msrun_log:
         streams = {"stdin": subprocess.DEVNULL, "stdout": msrun_log, "stderr": msrun_log}
         msrun = subprocess.Popen(msrun_command(args), start_new_session=True, env=worker_environment(), **streams)
         joined = args.join == "True"
@@ -139,7 +136,7 @@ def run(args):
                 kill_children(os.getpid())
         code = msrun.wait()
     if code or failure:
-        return report(failure, code, args.log_dir, logs)
+        return report(failure, code, args.log_dir, logs, Path(msrun_log.name))
     return 0
 
 
@@ -241,7 +238,7 @@ def readable_lines(content):
     return [line for line in content.decode(errors="replace").splitlines() if not NOISE.match(line)]
 
 
-def report(failure, msrun_code, log_dir, logs):
+def report(failure, msrun_code, log_dir, logs, msrun_log):
     """Tell what failed: the last lines of its log, and of others that failed by themselves, and the report of a hang.
 
     What the first worker has written is shown already. Returns the exit code for the shell.
@@ -251,7 +248,7 @@ def report(failure, msrun_code, log_dir, logs):
     known = {None: ("a worker", [*logs.values()]), SCHEDULER: ("the scheduler", [log_dir / "scheduler.log"])}
     who, shown = known.get(rank) or (f"worker {rank}", [logs[rank]])
     if failure is None:
-        who, shown = "msrun", [log_dir / "scheduler.log", log_dir / "msrun.log"]
+        who, shown = "msrun", [log_dir / "scheduler.log", msrun_log]
     texts = {path: "\n".join(readable_lines(path.read_bytes())) for path in (*shown, *logs.values()) if path.exists()}
     reports = [found[0] for text in texts.values() if (found := REPORT.search(text))]
     if code == FOR_OTHERS:

@@ -20,6 +20,7 @@ from socket import gethostname
 from types import SimpleNamespace
 
 import numpy as np
+from machines import Machines, end_of_job, free_machines, is_awaited
 from processes import become_subreaper, end_with_parent, kill_children
 
 from mindformers_core.files import lock_folder
@@ -39,6 +40,8 @@ def main():
     """Supervise a launch, whose words follow `--launch` and `--command`; the exit code is that of the last one."""
     parser = argparse.ArgumentParser(prog="supervisor.py", description=__doc__)
     parser.add_argument("--workers", type=int, required=True)
+    parser.add_argument("--local_workers", type=int)
+    parser.add_argument("--machine", type=int, default=0)
     parser.add_argument("--log_dir", type=Path, required=True)
     launch, command = (sys.argv.index(word) for word in ("--launch", "--command"))
     args = parser.parse_args(sys.argv[1:launch])
@@ -47,7 +50,10 @@ def main():
     except ValueError as error:
         parser.exit(2, f"supervisor: {error}\n")
     become_subreaper()
-    given = args.workers, args.log_dir, sys.argv[launch + 1 : command], sys.argv[command + 1 :], settings
+    local = args.local_workers or args.workers
+    count = args.workers // local if local > 0 == args.workers % local else 1  # wrong ones are the launch's to tell
+    machines = Machines(args.log_dir / "machines", args.machine, count)
+    given = args.workers, args.log_dir, sys.argv[launch + 1 : command], sys.argv[command + 1 :], settings, machines
     supervisor = Supervisor(*given)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, supervisor.hear)
@@ -109,12 +115,14 @@ def held_memory():
 
 class Supervisor:
     """Starts of one job, which is meant for so many `workers`: of its `command`, by the command `launch`, in which
-    `{workers}` stands for their number. What processes tell lies in a folder of `log_dir`, which machines may share.
+    `{workers}` and `{machine}` stand for their number, and for the place of this one of the `machines` in a start. What
+    processes tell lies in a folder of `log_dir`, which machines share.
     """
 
-    def __init__(self, workers, log_dir, launch, command, settings):
-        self.workers, self.launch = workers, launch
-        self.folder = (log_dir / f"supervisor.{gethostname()}.{os.environ.get('NODE_RANK') or 0}").resolve()
+    def __init__(self, workers, log_dir, launch, command, settings, machines):
+        self.workers, self.launch, self.machines = workers, launch, machines
+        self.local = workers // machines.count if machines.count > 1 else 1  # workers come and go by so many
+        self.folder = (log_dir / f"supervisor.{gethostname()}.{machines.own}").resolve()
         self.command, self.settings, self.trains = command, settings, command[: len(TRAIN)] == TRAIN
         self.child, self.signal = None, None  # the launch that runs; the signal that ends this process
         self.seen, self.goes_on = set(), False  # errors of starts before; whether the job has its run folder
@@ -129,9 +137,9 @@ class Supervisor:
     def run(self):
         """Start the job until it is done, or can't go on. Returns the exit code for the shell."""
         begun, pause, restarts, code = time.monotonic(), self.settings.backoff, 0, 1
-        while not self.signal and (sizes := self._fitting()):
-            code, leaves = self._start(*sizes, restarts)
-            told = told_in(self.folder)
+        while not self.signal and (start := self._next(restarts)):
+            code, leaves = self._start(start)
+            told, restarts = told_in(self.folder), start["restarts"]
             self.goes_on = self.goes_on or told.run > 0
             if self.signal or code == 0:
                 break
@@ -145,6 +153,10 @@ class Supervisor:
             pause = self.settings.backoff if told.done else min(2 * pause, LONGEST_PAUSE)
             say(f"exit code {code}: restart {restarts} of {self.settings.restarts} in {pause} s")
             self._wait(pause)
+        if self.signal or (start is None and self.machines.own):
+            self.machines.forget()  # the job may go on
+        else:
+            self.machines.sign(end=code)
         return code
 
     def _reason_to_end(self, code, told, restarts, seconds):
@@ -158,23 +170,62 @@ class Supervisor:
                 return f"the same error twice, at step {again[0][0]}: {again[0][1]}"
             if restarts == 0 and code in (USER, DEFECT) and not told.done:
                 return "it has ended before its first step was done"
-        if restarts == self.settings.restarts:
+        if restarts == self.settings.restarts and self.machines.own == 0:  # which knows why the others have ended
             return f"the {restarts} restarts of RESTARTS are used up"
         limit = self.settings.time_limit
         return f"the {limit} s of TIME_LIMIT are over" if limit and seconds > limit else None
 
-    def _fitting(self):
-        """`(ranks, overrides)` of the next start, waiting for workers; None where none can be."""
-        least, end = self.settings.min_workers, time.monotonic() + self.settings.rejoin_timeout
-        while len(there := self._slots()) < least:
-            if self.signal or time.monotonic() > end:
-                say(f"{len(there)} of {self.workers} workers are there, fewer than MIN_WORKERS={least}")
-                return None
+    def _next(self, restarts):
+        """The next start, waiting for workers: a dict of its `number`, `machines`, number of `workers`, more `words` of
+        the command, and `restarts`, which the first machine says; None where there can be none.
+        """
+        machines, end = self.machines, time.monotonic() + self.settings.rejoin_timeout
+        while not self.signal:
+            signs = machines.signs()
+            if is_awaited(signs, machines.own, machines.number):
+                end = time.monotonic() + self.settings.rejoin_timeout
+            is_over = time.monotonic() > end
+            if other := end_of_job(signs, machines.begun):
+                return say("machine {} has ended the job with exit code {}".format(*other))
+            if machines.own == 0:
+                start, lack = self._planned(restarts, is_over)
+            else:
+                start, lack = machines.start(), f"machine 0 gives no sign in {machines.folder}, which all have to see"
+                if machines.own not in start["machines"]:  # it is of others
+                    machines.leave(start["number"])
+            if start and start["number"] > machines.number:
+                return start
+            if is_over or not lack:
+                return lack and say(lack)
             self._wait(POLL_SECONDS)
-        return self.sizes(len(there))
+        return None
+
+    def _planned(self, restarts, is_over):
+        """`(start, lack)`: as of `_next`, or None and what it lacks yet; None where it is told that there can be none.
+
+        Machines that aren't there are waited for, until the time is over.
+        """
+        there, least = self._slots(), self.settings.min_workers
+        if len(there) < (least if is_over or self.machines.count == 1 else self.workers):
+            return None, f"{len(there)} of {self.workers} workers are there, fewer than MIN_WORKERS={least}"
+        if (sizes := self.sizes(len(there))) is None:
+            return None, None
+        ranks, words = sizes
+        members = [slot // self.local for slot in there[: ranks : self.local]] if self.machines.count > 1 else [0]
+        if self.machines.count > len(members):
+            say(f"goes on with {len(members)} of {self.machines.count} machines, which are {members}")
+        words = [*words, *["training.resume=auto"] * (self.goes_on and self.trains)]
+        number = self.machines.number + 1
+        return {"number": number, "machines": members, "workers": ranks, "words": words, "restarts": restarts}, None
 
     def _slots(self):
-        """As `slots`; those of before while the file of `EXCLUDE` has another word in it, which is told once."""
+        """The workers of the machines that are there; of one, as `slots`, or those of before while the file of
+        `EXCLUDE` has another word in it, which is told once.
+        """
+        if self.machines.count > 1:
+            free = free_machines(self.machines.signs(), self.machines.start()["number"])
+            places = sorted({*free, *self.machines.members})
+            return [place * self.local + each for place in places for each in range(self.local)]
         try:
             self.there = slots(os.environ, self.workers)
         except (ValueError, OSError) as error:
@@ -190,26 +241,33 @@ class Supervisor:
         known, rest = parser.parse_known_args(self.command[len(TRAIN) :])
         given = known.config, [text for text in rest if not text.startswith("-")], self.workers
         try:
-            return fitting_ranks(*given, available, self.settings.min_workers)
+            found = fitting_ranks(*given, available, self.settings.min_workers)
         except (ValueError, OSError) as error:
             return say(str(error))
+        whole = found[0] // self.local * self.local
+        return found if whole == found[0] else self._sizes(whole)
 
-    def _start(self, ranks, overrides, restarts):
-        """Run a launch to its end: its exit code, and whether it was asked to leave, since other workers are there."""
+    def _start(self, start):
+        """Run a start to its end: its exit code, and whether it was asked to leave, since other workers are there."""
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True, exist_ok=True)
-        words = [*self.command, *overrides, *["training.resume=auto"] * (self.goes_on and self.trains)]
-        told = {FOLDER: self.folder, "MINDFORMERS_RESTART": restarts, "MINDFORMERS_WORKERS": self.workers}
-        if ranks < self.workers:
+        self.machines.begin(start)
+        ranks, place = start["workers"], start["machines"].index(self.machines.own)
+        told = {FOLDER: self.folder, "MINDFORMERS_RESTART": start["restarts"], "MINDFORMERS_WORKERS": self.workers}
+        if ranks < self.workers and self.machines.count == 1:
             told |= {name: visible(os.environ.get(name, ""), self.there[:ranks]) for name in DEVICES}
-        return self._launch(ranks, words, {name: str(value) for name, value in told.items()})
+        launch = [word.replace("{workers}", str(ranks)).replace("{machine}", str(place)) for word in self.launch]
+        code, leaves = self._launch([*launch, *self.command, *start["words"]], told, ranks)
+        self.machines.leave(start["number"])
+        return code, leaves
 
-    def _launch(self, ranks, words, told):
-        command = [*(word.replace("{workers}", str(ranks)) for word in self.launch), *words]
-        options = {"env": os.environ | told, "start_new_session": True, "preexec_fn": end_with_parent}
+    def _launch(self, command, told, ranks):
+        environment = os.environ | {name: str(value) for name, value in told.items()}
+        options = {"env": environment, "start_new_session": True, "preexec_fn": end_with_parent}
         self.child, is_told, leaves = subprocess.Popen(command, **options), False, False
         while self.child.poll() is None:
             time.sleep(POLL_SECONDS)
+            self.machines.sign()
             leaves = leaves or self._prefers_others(ranks)
             if not is_told and (self.signal or leaves):
                 is_told = True
@@ -220,16 +278,17 @@ class Supervisor:
 
     def _prefers_others(self, ranks):
         """Whether the job, which saves when it is asked to leave, can go on with another number of ranks."""
-        before, there = self.there, self._slots()
-        if there != before or len(there) == ranks or len(there) < self.settings.min_workers:
+        before, self.there = self.there, self._slots()
+        if self.machines.own or self.there != before or len(self.there) in {ranks, *range(self.settings.min_workers)}:
             return False  # or a file that is half written
         told = told_in(self.folder)
-        sizes = self.sizes(len(there)) if told.run == 2 and told.done else None
+        sizes = self.sizes(len(self.there)) if told.run == 2 and told.done else None
         return sizes is not None and sizes[0] != ranks
 
     def _wait(self, seconds):
         end = time.monotonic() + seconds
         while not self.signal and time.monotonic() < end:
+            self.machines.sign()
             time.sleep(min(POLL_SECONDS, seconds))
 
 

@@ -5,6 +5,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -57,6 +58,34 @@ def test_workers_leave_where_the_scheduler_is_gone(tmp_path, monkeypatch, number
     assert (found, worker.wait()) == ((("scheduler", -9), -15) if supervised else (None, -9))
 
 
+DEAF = """
+import signal, time
+signal.signal(signal.SIGTERM, lambda *_: print("heard", flush=True))
+print("", flush=True)
+while True:
+    time.sleep(1)
+"""
+
+
+def test_a_worker_that_does_not_leave_is_killed(tmp_path):
+    """After SIGTERM, when the time that it has is over."""
+    names, killed = runpy.run_path(SCRIPT), []
+    with subprocess.Popen([sys.executable, "-c", DEAF], stdout=subprocess.PIPE, text=True) as worker:
+        worker.stdout.readline()
+
+        def kill_children(_):
+            killed.append(time.monotonic())
+            worker.kill()
+
+        changed = {"process_ranks": lambda pid: ({worker.pid: 0}, None), "kill_children": kill_children}
+        names["watch"].__globals__.update(changed)
+        msrun = SimpleNamespace(pid=None, poll=lambda: killed or None)
+        end = time.monotonic() + 1
+        with (tmp_path / "msrun.log").open("w+") as log:
+            names["watch"](msrun, log, SimpleNamespace(show=lambda last=False: None), [end])
+        assert worker.stdout.read() == "heard\n" and killed[0] >= end
+
+
 def test_a_stopped_worker_has_not_failed():
     """Whose status, as the kernel tells it, is the signal."""
     worker = subprocess.Popen(["sleep", "60"])
@@ -88,6 +117,6 @@ def test_a_launch_shows_why_it_failed(tmp_path, capsys, rank, code, logs, shown,
     paths = {number: tmp_path / f"worker_{number}.log" for number in range(len(logs))}
     for number, text in enumerate(logs):
         paths[number].write_text(text)
-    runpy.run_path(SCRIPT)["report"]((rank, code), 1, tmp_path, paths)
+    runpy.run_path(SCRIPT)["report"]((rank, code), 1, tmp_path, paths, tmp_path / "msrun_0.log")
     said = capsys.readouterr().err
     assert all(text in said for text in shown) and hidden not in said, said

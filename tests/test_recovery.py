@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.job_events import pooled_ettr
+from support.stand_in import worker
 from trials import Job, StandIn, check, trials
 
 pytestmark = pytest.mark.ranks
@@ -43,6 +44,17 @@ def lose(job, *ranks):
     return job.rows(), memory
 
 
+def check_events(job):
+    """After each death the job goes on from the newest checkpoint that was complete; each is complete once."""
+    whole = [(time, step) for time, what, step in job["events"] if what == ("complete" if job["async"] else "save")]
+    assert [step for _, step in whole] == sorted({step for _, step in whole})
+    for trial in job["trials"]:
+        end = trial["time"] + trial["ended"]
+        following = [(what, step) for time, what, step in job["events"] if time > end and what in ("step", "death")]
+        what, step = following[0]
+        assert what == "death" or step - 1 == max([step for time, step in whole if time < end], default=0), trial
+
+
 @pytest.mark.waits
 @pytest.mark.nightly
 def test_a_killed_rank(tmp_path):
@@ -69,15 +81,45 @@ def test_a_killed_rank(tmp_path):
 
 @pytest.mark.waits
 def test_a_sample_of_trials(tmp_path):
-    """Eight signals, with ranks that start at once; those of a recipe's job are nightly.
-
-    A checkpoint is complete once: the events of that rise, and are of steps that were saved.
-    """
+    """Eight signals, with ranks that start at once; those of a recipe's job are nightly."""
     jobs = [*trials(tmp_path, 8, seed=3, kind=StandIn, of_a_job=4)]
     assert sum(len(job["trials"]) for job in jobs) == 8
     for job in jobs:
-        saved, complete = ([step for _, what, step in job["events"] if what == each] for each in ("save", "complete"))
-        assert complete == sorted({*complete} & {*saved}) and bool(complete) == job["async"]
+        check_events(job)
+
+
+class Long(StandIn):
+    """With steps enough to lose a machine and to have it back."""
+
+    steps = 400
+
+
+@pytest.mark.waits
+@pytest.mark.nightly
+def test_a_machine_that_does_not_come_back_in_time(tmp_path):
+    """Two supervisors of 2 ranks each: all of one is killed; the other goes on, and grows when it is there again."""
+
+    def start(machine):
+        return Long(tmp_path, 4, machine=machine, machines=2, MIN_WORKERS="2", REJOIN_TIMEOUT="12")
+
+    jobs = [start(0), start(1)]
+    try:
+        for loses, after in ((True, 20), (False, 60)):
+            assert jobs[0].wait(120, lambda after=after: len(jobs[0].rows()) >= after), jobs[0].tail()
+            assert jobs[0].process.poll() is None, jobs[0].tail()
+            if loses:
+                jobs[1].end()
+                assert jobs[0].wait(120, lambda: "goes on with 1 of 2 machines" in jobs[0].tail()), jobs[0].tail()
+            else:
+                jobs[1] = start(1)
+        for job in jobs:
+            check(job, [*worker.calm_rows(4, Long.steps)])
+    finally:
+        for job in jobs:
+            job.end()
+    said = jobs[0].output.read_text()
+    assert said.count("2 of 4 workers start here") == 2 and said.count("2 of 2 workers start here") == 1
+    assert "goes on with other workers" in said and said.count("exit code 75: restart") == 1
 
 
 @pytest.mark.nightly
@@ -103,10 +145,23 @@ def test_a_killed_rank_and_its_neighbour(start):
 
 
 @pytest.mark.nightly
+def test_an_error_that_comes_again(start):
+    """A sample of step 7 that can't be read: the job ends the second time, with the exit code of the error."""
+    job = start("job", 2, *TWO, BAD_SAMPLE="50")
+    assert job.wait(400) and job.process.returncode == 2, job.tail()
+    said = job.output.read_text()
+    assert said.count("supervisor: exit code 2: restart 1 of 1000") == 1 == job.restarts(), said
+    assert re.search(r"supervisor: the same error twice, at step 7: .*a bad sample", said.splitlines()[-1]), said
+    assert len(job.rows()) == 6 and not job.processes()
+
+
+@pytest.mark.nightly
 def test_trials(tmp_path):
     """Also their ETTR, all together, is what the simulator foretells."""
     jobs = [*trials(tmp_path, 30, seed=0, of_a_job=15)]
     assert sum(len(job["trials"]) for job in jobs) == 30
+    for job in jobs:
+        check_events(job)
     for is_async in (False, True):
         measured, simulated = pooled_ettr([job for job in jobs if job["async"] == is_async], 2)
         assert simulated == pytest.approx(measured, rel=0.05)

@@ -1,5 +1,6 @@
 """The scripts as a person runs them: launching, failing, and saying what is missing."""
 
+import os
 import shutil
 import socket
 import subprocess
@@ -280,6 +281,27 @@ def test_mpirun_with_gpus(clone, tmp_path):
     done = in_clone(clone, "mpirun_launch.sh", path, "worker.py", "4")
     assert done.returncode == 1
     assert "this machine has 2 GPUs" in done.stdout
+
+
+MPIRUN = """ranks=$2
+while [[ $1 != *python* ]]; do shift; done
+echo "$ranks ranks, devices ${CUDA_VISIBLE_DEVICES:-all}, restart $MINDFORMERS_RESTART: ${*:2}"
+[ "$MINDFORMERS_RESTART" = 1 ] || exit 137
+"""
+
+
+def test_mpirun_starts_again(tmp_path):
+    """On the processes that there are; its exit code after a signal is that of a shell."""
+    path = fake_path(tmp_path / "bin", **{"nvidia-smi": 'echo "GPU 0: A"; echo "GPU 1: B"', "mpirun": MPIRUN})
+    given = {"RESTARTS": "3", "BACKOFF": "0", "EXCLUDE": "0", "MIN_WORKERS": "1"}
+    environment = {**os.environ, **given, "PATH": f"{path}:{os.environ['PATH']}"}
+    done = script("mpirun_launch.sh", "worker.py 'two words'", 2, cwd=tmp_path, environment=environment)
+    assert done.returncode == 0, done.stdout
+    assert [line for line in done.stdout.splitlines() if line] == [
+        "1 ranks, devices 1, restart 0: worker.py two words",
+        "supervisor: exit code 137: restart 1 of 3 in 0 s",
+        "1 ranks, devices 1, restart 1: worker.py two words",
+    ]
 
 
 def test_launchers_need_mindspore(clone, tmp_path):

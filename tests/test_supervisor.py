@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,14 +15,19 @@ import yaml
 
 from mindformers_core import supervised
 from mindformers_core.commands.command_line import main
+from mindformers_core.hangs import board, watcher
+from mindformers_core.mesh import init_device_mesh
 from mindformers_core.recipe.fitting import fitting_ranks
 from mindformers_core.recipe.loader import load_recipe
-from mindformers_core.recipe.sections import batch_plan, mesh_shape
+from mindformers_core.recipe.sections import Checkpoint, batch_plan, mesh_shape
+from mindformers_core.trainer.leaving import Leaving
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "scripts"))
 
+import msrun_watch  # noqa: E402
 import supervisor  # noqa: E402
+from machines import SILENT, Machines, end_of_job, free_machines, is_awaited  # noqa: E402
 
 RECIPE = str(ROOT / "configs" / "llama_tiny_cpu.yaml")
 TRAIN = [*supervisor.TRAIN, "--config", RECIPE, "parallelism.tensor_parallel=1", "parallelism.data_parallel_shard=-1"]
@@ -37,16 +43,16 @@ def end(code, step=7, done=3, error="", run=0):
 class Starts(supervisor.Supervisor):
     """A supervisor whose launches end as a list says, which keeps their words."""
 
-    def __init__(self, folder, ends, command=TRAIN, **settings):
+    def __init__(self, folder, ends, command=TRAIN, machine=0, machines=1, **settings):
         settings = supervisor.read_settings({"BACKOFF": "0", "RESTARTS": "5", **settings}, 4)
-        super().__init__(4, folder, [], command, settings)
+        super().__init__(4, folder, [], command, settings, Machines(folder / "machines", machine, machines))
         self.ends, self.words = iter(ends), []
 
-    def _launch(self, ranks, words, told):
+    def _launch(self, words, told, ranks):
         how = next(self.ends)
         self.words.append((ranks, [word for word in words if word not in self.command]))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv(supervised.FOLDER, told[supervised.FOLDER])
+            patch.setenv(supervised.FOLDER, str(told[supervised.FOLDER]))
             if how["steps"] is not None:
                 supervised.step_counter()[:] = how["steps"]
             if how["error"]:
@@ -79,6 +85,39 @@ def test_when_a_job_is_started_again(tmp_path, capsys, ends, code, said):
     assert said in capsys.readouterr().err
 
 
+def test_pauses_and_the_limit_in_time(tmp_path, monkeypatch):
+    """A pause is twice as long, up to a minute, after each start that has done no step."""
+    pauses, dones = [], (0, 0, 0, 5, 0)
+    starts = Starts(tmp_path, [*(end(KILLED, done=done) for done in dones), end(0)], BACKOFF="10", TIME_LIMIT="90")
+    monkeypatch.setattr(starts, "_wait", pauses.append)
+    assert starts.run() == 0 and pauses == [20, 40, 60, 10, 20]
+    told = supervisor.told_in(tmp_path)
+    assert starts._reason_to_end(KILLED, told, 1, 89) is None
+    assert starts._reason_to_end(KILLED, told, 1, 91) == "the 90 s of TIME_LIMIT are over"
+
+
+def test_seconds_until_an_end_is_noticed():
+    """Of a death 2 at most, and 5 after the deadline of a hang: how often all that look do so, and what they wait."""
+    death = watcher._POLL + watcher._BY_ITSELF + msrun_watch.POLL_SECONDS + supervisor.POLL_SECONDS
+    assert death <= 2 and death + board._STACK_TIME + watcher._ALL_REPORTED + watcher._BY_ITSELF <= 5
+    assert int(msrun_watch.GRACE) > Checkpoint().grace + 5, "the end by the workers' own grace comes first"
+
+
+def test_a_process_ends_after_its_grace(monkeypatch, one_rank):
+    """Also where it hears SIGTERM again; one that has saved before leaves with the same code."""
+    ends = []
+    timer = SimpleNamespace(start=lambda: None)
+    monkeypatch.setattr("threading.Timer", lambda *given: ends.append(given) or timer)
+    with Leaving(init_device_mesh((1,), ("dp",)), 0, 7) as leaving:
+        assert not leaving.is_due(1, gathers=False)
+        for _ in range(2):
+            signal.raise_signal(signal.SIGTERM)
+        assert leaving.is_due(2, gathers=False) and ends == [(7, os._exit, (75,))]
+        with pytest.raises(SystemExit, match="75"):
+            leaving.leave(2, "step_2")
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
 def test_devices_are_among_those_that_the_job_was_given():
     assert supervisor.visible("", [0, 2]) == "0,2"
     assert supervisor.visible("4,5,6,7", [0, 1, 3]) == "4,5,7"
@@ -93,9 +132,76 @@ def test_machines_that_share_a_folder_tell_apart_what_their_processes_tell(tmp_p
         supervised.step_counter()[:] = step, step, 0
         supervised.tell_end(f"E: {host}", 2)
     assert sorted(supervisor.told_in(tmp_path).ends) == [(3, "E: a", 2), (5, "E: b", 2)]
-    first = Starts(tmp_path, []).folder
-    monkeypatch.setenv("NODE_RANK", "1")
-    assert Starts(tmp_path, []).folder != first
+    assert Pair(tmp_path, 0, []).folder != Pair(tmp_path, 1, []).folder
+
+
+class Pair(Starts):
+    """One of two machines of 2 workers each."""
+
+    def __init__(self, folder, machine, ends, *command, **settings):
+        settings = {"MIN_WORKERS": "2", "REJOIN_TIMEOUT": "0", **settings}
+        super().__init__(folder, ends, [*TRAIN, *command], machine, 2, **settings)
+
+
+def silence(supervisor):
+    """Let the sign of its machine be old."""
+    path = supervisor.machines.folder / f"{supervisor.machines.own}.json"
+    old = path.stat().st_mtime - SILENT
+    os.utime(path, (old, old))
+
+
+def sign(number, end=None, is_there=True):
+    """What a machine tells."""
+    return {"number": number, "end": end, "is_there": is_there}
+
+
+@pytest.mark.parametrize(
+    ("signs", "free", "ended", "awaited"),
+    [
+        ([sign(3), sign(3)], [0, 1], None, (False, True)),
+        ([sign(3), sign(2)], [0], None, (True, True)),  # it still runs
+        ([sign(3), sign(2, is_there=False)], [0], None, (False, True)),
+        ([sign(3, is_there=False), sign(3)], [1], None, (False, False)),
+        ([sign(3), sign(3, 2)], [0], (1, 2), (False, True)),
+        ([sign(3), sign(3, 0, is_there=False)], [0], (1, 0), (False, True)),  # a while ago
+        ([sign(3), sign(2, 2, is_there=False)], [0], None, (False, True)),  # of an earlier job
+    ],
+)
+def test_what_signs_of_machines_mean(signs, free, ended, awaited):
+    signs = dict(enumerate(signs))
+    assert (free_machines(signs, 3), end_of_job(signs, 2)) == (free, ended)
+    assert tuple(is_awaited(signs, own, 3) for own in (0, 1)) == awaited
+
+
+def test_two_machines(tmp_path, capsys):
+    """The second one takes part in what the first one starts; its sign is too old, then comes again, then is an end."""
+    first, second = Pair(tmp_path, 0, [end(KILLED, **RUNS)] * 2), Pair(tmp_path, 1, [])
+    second.machines.sign()
+    start = first._next(0)
+    assert (start["number"], start["machines"], start["workers"], start["words"]) == (1, [0, 1], 4, [])
+    first._start(start)
+    first.goes_on = True
+    assert second._next(0) == start and not second.machines.members
+    second.machines.leave(1)
+    second.machines.sign()
+    silence(second)
+    alone = first._next(1)
+    assert (alone["machines"], alone["workers"], alone["words"][-1]) == ([0], 2, "training.resume=auto")
+    assert "parallelism.data_parallel_shard=2" in alone["words"]
+    assert "goes on with 1 of 2 machines, which are [0]" in capsys.readouterr().err
+    first.machines.begin(alone)
+    silence(first)
+    assert second._next(0) is None and second.machines.number == 2, "it waits"
+    assert "machine 0 gives no sign in" in capsys.readouterr().err
+    second.machines.sign()
+    assert first._slots() == [0, 1, 2, 3], "those that run, and that wait"
+    second.machines.leave(2)
+    second.machines.sign(end=2)
+    first.machines.leave(2)
+    assert first._next(1) is None
+    assert "machine 1 has ended the job with exit code 2" in capsys.readouterr().err
+    second.machines.forget()
+    assert Pair(tmp_path, 0, [], "parallelism.tensor_parallel=2", "parallelism.pipeline_parallel=2")._next(0) is None
 
 
 def test_a_job_goes_on_in_its_run_folder_once_it_has_one(tmp_path):

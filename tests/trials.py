@@ -18,13 +18,17 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
+from socket import gethostname
 
 import psutil
 import yaml
 from support.launch import ROOT, TESTS, free_port
 from support.stand_in import worker
 from support.trial_points import PHASES
+
+from mindformers_core.checkpoint.folders import step_of
 
 SIGNALS = {signal.SIGKILL: 5, signal.SIGTERM: 3, signal.SIGSTOP: 3}  # of so many of all trials
 TARGETS = {"rank": 6, "scheduler": 1}
@@ -54,19 +58,22 @@ class Job:
         folder: of everything that it writes; trials lie in its folder `points`.
         ranks: their number.
         overrides: of the recipe; `variables`: of the environment.
+        machine: its number among `machines`, of which each has an equal part of the ranks.
     """
 
     path = ROOT, TESTS
 
-    def __init__(self, folder, ranks, *overrides, **variables):
+    def __init__(self, folder, ranks, *overrides, machine=0, machines=1, **variables):
         self.run, self.port, self.points = folder / "run", free_port(), folder / "points"
-        self.points.mkdir(parents=True)
+        self.points.mkdir(parents=True, exist_ok=True)
+        self.is_async, self.whole = "checkpoint.async_save=True" in overrides, {}  # step of a checkpoint -> time
         dataset = RECIPE["train_dataset"] | {"options": {"points": str(self.points)}}
         (folder / "recipe.yaml").write_text(yaml.safe_dump(RECIPE | {"train_dataset": dataset}))
         words = self.words(folder / "recipe.yaml", *overrides)
-        place = ["127.0.0.1", self.port, 0, folder / "log", "True", 60]
-        command = ["bash", ROOT / "scripts/msrun_launch.sh", " ".join(words), ranks, ranks, *place]
-        self.told, self.output = folder / "log" / "supervisor", folder / "output.txt"
+        place = ["127.0.0.1", self.port, machine, folder / "log", "True", 60]
+        command = ["bash", ROOT / "scripts/msrun_launch.sh", " ".join(words), ranks, ranks // machines, *place]
+        self.told = folder / "log" / f"supervisor.{gethostname()}.{machine}"
+        self.output = folder / f"output_{machine}.txt"
         path = os.pathsep.join(map(str, self.path))
         environment = {**os.environ, "PYTHONPATH": path, "GLOG_v": "3", "RESTARTS": "1000", "BACKOFF": "0"}
         self.begun = time.monotonic()
@@ -115,9 +122,19 @@ class Job:
             map(REPORTED.search, logs)
         )
 
+    def look(self):
+        """Note when checkpoints were complete: rank 0 can't tell it once it is stopped, but its writer may go on."""
+        for path in (self.run / "checkpoint").glob("step_*[0-9]"):
+            with suppress(FileNotFoundError):  # it is pruned
+                age = time.time() - path.stat().st_ctime  # when it got its name
+                self.whole.setdefault(step_of(str(path)), time.monotonic() - age)
+
     def events(self):
-        """What it has done, as of `job_events`; saved beside training, a save is complete when it is written."""
+        """What it has done, as of `job_events`."""
         events = [(self.begun, "start", 0), *map(tuple, read_lines(self.points / "events"))]
+        saved = {step for _, what, step in events if what == "save"}
+        events += [(when, "save", step) for step, when in self.whole.items() if step not in saved]
+        events += [(when, "complete", step) for step, when in self.whole.items() if self.is_async]
         return sorted(events + [(each["time"], "death", 0) for each in self.fired()])
 
     def processes(self):
@@ -144,11 +161,13 @@ class Job:
     def wait(self, seconds, until=lambda: False):
         """Wait for the end of the job, or until something holds. Returns whether one of the two has come."""
         end = time.monotonic() + seconds
-        while self.process.poll() is None and not until():
+        while goes_on := self.process.poll() is None and not until():
             if time.monotonic() > end:
-                return False
+                break
+            self.look()
             time.sleep(0.05)
-        return True
+        self.look()
+        return not goes_on
 
 
 class StandIn(Job):
@@ -157,15 +176,14 @@ class StandIn(Job):
     What it shares with a job of a recipe: launch script, supervisor, watchers, supervised steps, checkpoints.
     """
 
-    path = STAND_IN, ROOT, TESTS
+    path, steps = (STAND_IN, ROOT, TESTS), STEPS
 
     def words(self, recipe, *overrides):
-        is_async = "checkpoint.async_save=True" in overrides
-        return [str(STAND_IN / "worker.py"), *map(str, (self.run, self.points, STEPS, is_async))]
+        return [str(STAND_IN / "worker.py"), *map(str, (self.run, self.points, self.steps, self.is_async))]
 
     def calm_rows(self, ranks):
         self.end()  # what it computes is known
-        return [*worker.calm_rows(ranks, STEPS)]
+        return [*worker.calm_rows(ranks, self.steps)]
 
 
 def read_lines(path):

@@ -71,10 +71,11 @@ def _steady(events, kinds, known, interval):
     A checkpoint that was complete before a death still is, and one that wasn't isn't.
     """
     clock, found, waited, kinds, before = 0.0, [(0.0, *events[0][1:])], 0.0, iter(kinds), events[0]
-    written = whole = None  # when the newest checkpoint of this start is complete; whether it was
+    written = saved = None  # when the newest checkpoint of this start is complete; its step
+    whole = set()
     for now in events[1:]:
         if now[1] in ("complete", "left"):
-            whole = True
+            whole.add(now[2])
             continue
         starts, saves = before[1] in ("start", "death"), before[1] == "step" and before[2] % interval == 0
         wait = 0.0 if written is None else max(0.0, known.background - interval * known.step)
@@ -84,12 +85,13 @@ def _steady(events, kinds, known, interval):
             if next(kinds) == "preemption":
                 waited += known.save + known.background + max(0.0, (written or 0.0) - clock)
             elif written is not None:
-                clock = max(clock, written + 0.01 * known.step) if whole else min(clock, written - 0.01 * known.step)
+                is_whole = saved in whole or not known.background
+                clock = max(clock, written + 0.01 * known.step) if is_whole else min(clock, written - 0.01 * known.step)
             written = None
         else:
             clock += known.restart * starts + (known.step if now[1] == "step" else known.save + wait)
         if now[1] == "save":
-            written, whole = clock + known.background, known.background == 0
+            written, saved = clock + known.background, now[2]
         found.append((clock, *now[1:]))
         before = now
     return [*found[:-1], (clock + 0.01 * known.step, *found[-1][1:])], waited

@@ -30,6 +30,8 @@ class Samples:
         return 4096
 
     def __getitem__(self, index):
+        if str(index) == os.environ.get("BAD_SAMPLE"):
+            raise KeyError("a bad sample")
         tokens = np.random.default_rng(index).integers(0, 250, 2)
         row = (tokens[0] + np.arange(33) * (1 + tokens[1] % 5)) % 251
         return row[:-1].astype(np.int32), row[1:].astype(np.int32)
@@ -101,24 +103,10 @@ class Points:
         with (self.folder / file).open("a") as lines:
             lines.write(json.dumps(what) + "\n")
 
-    def event(self, what, step=None):
-        """Rank 0 tells what the job has done, at a step; default: that of now."""
+    def event(self, what):
+        """Rank 0 tells what the job has done."""
         if self.rank == 0:
-            self.tell("events", (time.monotonic(), what, self.steps if step is None else step))
-
-    def completed(self, saving):
-        """Tell when the checkpoint of a `BackgroundSave` that has started is whole: some steps later, maybe."""
-        step, folder = self.steps, saving.folder
-
-        def wait():
-            saving.await_copies()
-            process = saving._process
-            while process is not None and process.poll() is None and not os.path.isdir(folder):
-                time.sleep(0.01)
-            if os.path.isdir(folder):
-                self.event("complete", step)
-
-        threading.Thread(target=wait, daemon=True).start()
+            self.tell("events", (time.monotonic(), what, self.steps))
 
     def files(self, layer):
         """A `FileLayer` of which each call that changes the disk is a place."""
@@ -167,7 +155,6 @@ class Points:
         self.before(memory, "resume", lambda *_: points.passed("loading"))
         self.before(trainer, "save_job", after=lambda *_: points.event("save"))
         self.before(background.BackgroundSave, "start", after=lambda *_: points.passed("saving beside training"))
-        self.before(background.BackgroundSave, "start", after=lambda saving, *_: points.completed(saving))
         save = checkpointer.save
         checkpointer.save = lambda *given: save(*given, files=points.files(slices.FileLayer))
         self.read()

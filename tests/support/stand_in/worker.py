@@ -1,6 +1,7 @@
 """A rank of a job without MindSpore, of the package's own watcher, checkpoints and supervision: worker.py RUN POINTS.
 
-Its model is a vector of which each rank has a part; ranks exchange what they have through files of the launch.
+Its model is a table of which each rank has rows, as many as ranks at first; ranks exchange what they have through
+files of the first machine.
 """
 
 import json
@@ -22,18 +23,18 @@ from mindformers_core.checkpoint.save import save
 from mindformers_core.checkpoint.slices import FileLayer
 from mindformers_core.hangs.watcher import Watch
 
-OF_A_RANK = 16
+COLUMNS = 16
 EVERY = {False: 2, True: 10}  # steps between saves; one beside training starts a process for each rank
 
 
-def drawn(rank):
-    """The state of a rank at first."""
-    return np.arange(OF_A_RANK) + 10.0 * rank
+def drawn(rows):
+    """Some rows of the state at first."""
+    return np.arange(COLUMNS) + 10.0 * np.array(rows)[:, None]
 
 
 def measured(state, part):
-    """What a rank adds to the sum of a part of a step."""
-    return float(np.sin(state * (1 + part)).sum())
+    """What each row adds to the sum of a part of a step."""
+    return [float(np.sin(row * (1 + part)).sum()) for row in state]
 
 
 def updated(state, sums):
@@ -42,28 +43,28 @@ def updated(state, sums):
 
 
 def calm_rows(size, steps):
-    """The rows of a job that nobody disturbs, of so many ranks."""
-    states = [drawn(rank) for rank in range(size)]
+    """The metrics of a job that nobody disturbs, of so many rows."""
+    state = drawn(range(size))
     for step in range(1, steps + 1):
-        sums = [sum(measured(state, part) for state in states) for part in range(3)]
-        states = [updated(state, sums) for state in states]
+        sums = [sum(measured(state, part)) for part in range(3)]
+        state = updated(state, sums)
         yield {"step": step, "loss": sums[0], "gradient_norm": sums[-1]}
 
 
 class Worker:
-    """One rank, its `state`, a vector, and what it exchanges."""
+    """One rank, its `state`, some rows, and what it exchanges."""
 
     def __init__(self, run, points, is_async):
         self.rank, self.size = int(os.environ["RANK_ID"]), int(os.environ["MS_WORKER_NUM"])
         self.run, self.points, self.count, self.step = Path(run), Points(Path(points)), 0, 0
-        self.folder = Path(os.environ[supervised.FOLDER])
+        self.folder = Path(os.environ[supervised.FOLDER]).with_suffix(".0")
         self.watch = Watch(f"stand_in.{os.getppid()}", self.rank, self.size, 1.5, False)
         self.ranks, self.told = Ranks(self.rank, self.gather), supervised.step_counter()
-        self.state, self.background, self.every = drawn(self.rank), None, EVERY[is_async]
-        box = (self.rank * OF_A_RANK, (self.rank + 1) * OF_A_RANK)
-        self.part = Part("model", "vector", "float64", (self.size * OF_A_RANK,), (box,))
+        whole = int(os.environ["MINDFORMERS_WORKERS"])
+        box = tuple(rank * whole // self.size for rank in (self.rank, self.rank + 1))
+        self.state, self.background, self.every = drawn(range(*box)), None, EVERY[is_async]
+        self.part = Part("model", "table", "float64", (whole, COLUMNS), (box, (0, COLUMNS)))
         if is_async:
-            self.points.before(BackgroundSave, "start", after=lambda saving, *_: self.points.completed(saving))
             self.background = BackgroundSave(self.ranks)
 
     def gather(self, value):
@@ -109,7 +110,7 @@ class Worker:
         sums = []
         for part, phase in enumerate(("forward", "between micro-steps", "backward")):
             self.points.passed(phase)
-            sums.append(sum(self.gather(measured(self.state, part)).values()))
+            sums.append(sum(sum(self.gather(measured(self.state, part)).values(), [])))
         self.points.passed("update")
         if self.background is not None:
             self.background.await_copies()
@@ -142,12 +143,14 @@ class Worker:
         self.points.read()
         self.points.passed("starting")
         self.run.mkdir(exist_ok=True)
-        self.watch.await_ranks("")
+        if self.size == int(os.environ["MS_LOCAL_NUM"]):
+            self.watch.await_ranks("")
         self.load()
         self.told[2] = 2
         while self.step < steps:
             self.train()
-            leaves = self.watch.board.leave_after(self.rank, self.step) and self.step < steps
+            leaves = self.watch.board.leave_after(self.rank, self.step)
+            leaves = any(self.gather(leaves).values()) and self.step < steps  # of any machine
             if leaves or self.step % self.every == 0 or self.step == steps:
                 self.save(leaves or self.step == steps)
             if leaves:

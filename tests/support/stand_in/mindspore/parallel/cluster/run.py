@@ -20,7 +20,8 @@ def main():
         scheduler = subprocess.Popen(["sleep", "600"], stderr=log, env={**os.environ, "MS_ROLE": "MS_SCHED"})
     workers = []
     for rank in range(first, first + args.local_worker_num):
-        told = {"MS_ROLE": "MS_WORKER", "RANK_ID": str(rank), "MS_WORKER_NUM": str(args.worker_num)}
+        told = {"MS_ROLE": "MS_WORKER", "RANK_ID": rank, "MS_WORKER_NUM": args.worker_num}
+        told = {name: str(value) for name, value in (told | {"MS_LOCAL_NUM": args.local_worker_num}).items()}
         with open(os.path.join(args.log_dir, f"worker_{rank}.log"), "w") as log:
             workers.append(subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | told))
     running, failed = list(workers), None
