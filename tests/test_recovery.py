@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 from support.job_events import pooled_ettr
 from support.stand_in import worker
+from support.trial_points import Samples
 from trials import Job, StandIn, check, trials
+
+from mindformers_core.data.order import shuffled
 
 pytestmark = pytest.mark.ranks
 TWO = ("parallelism.tensor_parallel=1", "training.steps=12", "checkpoint.replicas=1")
@@ -135,19 +138,22 @@ def test_a_killed_rank_and_its_neighbour(start):
     for ranks, after in (((1,), 7), ((0,), 12), ((0, 1), 18)):
         assert job.wait(400, lambda after=after: len(job.rows()) >= after), job.output.read_text()
         done.append(len(lose(job, *ranks)[0]))
+        assert job.wait(100, lambda: job.restarts() == len(done)), job.output.read_text()
+    newest = max(job.whole)
     check(job, calm.rows())
     said = job.output.read_text()
     steps = [int(step) for step in re.findall(r"loaded .*: all, of step (\d+);", said)]
     assert all(lost in (0, 1) for lost in (done[0] - steps[0], done[1] - steps[1])), (done, steps)
-    assert steps[2] == 15 and said.count(", 0 bytes from disk") == 2
+    assert steps[2] == newest >= 10 and said.count(", 0 bytes from disk") == 2
     assert re.search(r"the state in memory isn't whole \(nothing is there\): it is loaded from disk", said)
-    assert {row["loaded_from_memory"] for row in job.rows() if row["step"] == 16} == {0}
+    assert {row["loaded_from_memory"] for row in job.rows() if row["step"] == newest + 1} == {0}
 
 
 @pytest.mark.nightly
 def test_an_error_that_comes_again(start):
     """A sample of step 7 that can't be read: the job ends the second time, with the exit code of the error."""
-    job = start("job", 2, *TWO, BAD_SAMPLE="50")
+    bad = int(shuffled(50, len(Samples()), seed=5, epoch=0))
+    job = start("job", 2, *TWO, "train_dataset.seed=5", BAD_SAMPLE=str(bad))
     assert job.wait(400) and job.process.returncode == 2, job.tail()
     said = job.output.read_text()
     assert said.count("supervisor: exit code 2: restart 1 of 1000") == 1 == job.restarts(), said
