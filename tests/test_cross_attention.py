@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from mindspore import Tensor
 from support.verified_calls import Sample, check_of, numbers
 
 from mindformers_core.layout import layout
@@ -21,6 +22,22 @@ def test_keys_of_another_length_than_queries(algorithm, length):
     places = [np.arange(size, dtype=np.int32)[None] for size in (8, length)]
     cuts = [layout(None, "a")] * 5
     check_of(Sample("", crossed(algorithm), (numbers(4, 8, 4, 4, low=-1), *keys, *places), cuts=(cuts,)))
+
+
+@pytest.mark.parametrize("cut", [None, "a"])
+def test_an_order_of_keys_of_another_length_is_an_error(cut):
+    """Neither queries nor keys lie at places that the order tells then; on one card, too."""
+    tensors = [numbers(2, length, 4, 4) for length in (8, 16, 16)]
+    places = [np.arange(length, dtype=np.int32)[None] for length in (8, 16)]
+
+    def attend(query, key, value, own, places):
+        return attention(query, key, value, own * 0, own + 1, places, 0.5, (0,))
+
+    message = r"attention with order \(0,\) takes .* not query \(2, 8, 4, 4\) and key \(2, 16, 4, 4\): leave out order"
+    with pytest.raises(ValueError, match=message):
+        if cut is None:
+            attend(*map(Tensor, (*tensors, *places)))
+        check_of(Sample("", attend, (*tensors, *places), cuts=([layout(None, cut)] * 5,)))
 
 
 def test_keys_that_ranks_do_not_divide():

@@ -6,18 +6,21 @@ from itertools import product
 import numpy as np
 import pytest
 from mindspore import Tensor
+from test_cut_attention import planned
 
 from mindformers_core.algorithms.shard_context import ShardContext
 from mindformers_core.batches import static_order
+from mindformers_core.capture.algorithm_graph import algorithm_of
 from mindformers_core.communication.simulated import SimulatedRanks
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.operators.registry import algorithm_named
 from mindformers_core.operators.sequence_exchange import chunk_blocks, chunk_order, exchanges
+from mindformers_core.operators.visible_blocks import visible_blocks
 from mindformers_core.pipeline import validate
 from mindformers_core.pipeline.tables.ring import ring_table
 from mindformers_core.pipeline.tables.step import OTHER_ENDS, SENDS
 from mindformers_core.redistribution.steps import receives_first, ring
-from mindformers_core.tensor_parallel.attention import attention  # noqa: F401 (enters its algorithms)
+from mindformers_core.tensor_parallel.attention import attention
 
 MASKS = {"causal": ((None, 0), True), "full": ((None, None), True), "window": ((5, 0), True)}
 BALANCES, LENGTH = ("contiguous", "zigzag"), 4
@@ -65,6 +68,36 @@ def test_a_send_that_waits_would_block_a_ring_without_an_order(monkeypatch):
     monkeypatch.setattr("mindformers_core.pipeline.tables.ring.receives_first", lambda *_: False)
     with pytest.raises(ValueError, match="deadlock: rank 0 is stuck at step 1, SF0@0, waiting for RF0@1 of rank 1"):
         validate(table_of(3, "zigzag", "causal", False), buffered=False, training=False)
+
+
+def multiplied(algorithm, balance, ranks, is_exact):
+    """Pairs of query and key in the blocks of all ranks' programs over those that a causal mask has."""
+    length, mesh, order = 8192, DeviceMesh((ranks,), ("cp",)), static_order(balance, ranks)
+
+    def attend(query, key, value, places):
+        known = order, (None, 0), is_exact, algorithm
+        return attention(query, key, value, places * 0, places + 1, places, 0.5, *known)
+
+    heads, places = np.zeros((1, length, 8, 64), np.float32), np.arange(length, dtype=np.int32)[None]
+    (plan,) = planned(attend, mesh, heads, heads, heads, places)
+    products = []  # of every part: what is known, its slots
+    for node in algorithm_of(plan)[0].nodes:
+        if node.operator == "AttentionPart":
+            products.append((node.args[9], node.args[7].shape[1]))
+    pairs = 0
+    for known, slots in products:
+        for start, stop, ranges in visible_blocks(*known):
+            pairs += slots * (stop - start) * sum(high - low for low, high, _ in ranges)
+    return pairs * ranks * 2 / (length * (length + 1))
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_all_ranks_together_multiply_no_more_than_one_card(ranks):
+    """Zigzag: pairs of a causal mask, and of documents in one; what the page says of other orders."""
+    for algorithm, is_exact in product(("ring", "gather"), (True, False)):
+        assert 1 < multiplied(algorithm, "zigzag", ranks, is_exact) <= 1.02
+    assert multiplied("ring", "contiguous", ranks, True) == pytest.approx(2 - 1 / ranks, 0.02)
+    assert multiplied("ring", "area", ranks, False) == pytest.approx(2, 0.02)
 
 
 class Recording(ShardContext):

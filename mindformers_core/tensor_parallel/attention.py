@@ -69,11 +69,16 @@ def attention(
         number where a query sees no key and no sink.
 
     Raises:
-        ValueError: a dropout outside of [0, 1).
+        ValueError: a dropout outside of [0, 1); an `order` where queries and keys have different lengths.
     """
     given = query, key, value, first, last, places, scale, order, reach, exact, algorithm
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout {dropout} of attention should be at least 0 and below 1")
+    if order is not None and query.shape[1] != key.shape[1]:
+        raise ValueError(
+            f"attention with order {order} takes queries and keys of one length, not query {query.shape} and key "
+            f"{key.shape}: leave out order"
+        )
     if dropout:
         draws = ops.randint(0, 1 << DRAW_BITS, (query.shape[0], query.shape[2], 2))
         given = *given, dropout, places if own is None else own, draws
