@@ -8,7 +8,9 @@ import pytest
 from safetensors.numpy import load_file
 from support.small_generation import SMALL, mesh
 
+from mindformers_core.checkpoint.hugging_face import model_section
 from mindformers_core.commands.diffing import run_simulated
+from mindformers_core.models.registry import MODELS
 from mindformers_core.recipe.loader import RecipeError, load_recipe
 from mindformers_core.trainer.checkpoints import save_job
 
@@ -34,6 +36,11 @@ def test_the_toy_of_the_page(tmp_path, monkeypatch):
     assert one.keys() == other.keys()
     for name, array in one.items():
         np.testing.assert_array_equal(array, other[name], name)
+
+
+def test_experts_by_their_newer_name():
+    found = {"model_type": "qwen3_moe", "num_local_experts": 4}
+    assert model_section(MODELS["qwen3_moe"], "qwen3_moe", found, "config.json") == {"num_experts": 4}
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ DTYPE_KEYS = ("torch_dtype", "dtype")
 _ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # of texts, which no model computes with
 _TIED_COPIES = ("lm_head.weight",)  # that files may have beside the embedding; `transformers` ignores them, too
+_NEWER = {"num_experts": "num_local_experts"}  # names of keys since `transformers` 5
 # what a checkpoint's tensors and their use don't depend on; dtypes are converted
 _OF_TRAINING = (*DTYPE_KEYS, "attention_dropout", "initializer_range", "max_position_embeddings")
 
@@ -91,7 +92,7 @@ def model_section(spec, name, found, where):
         if found.get(key, value) != value:
             raise ValueError(f"{where} has {key} {found[key]!r}, but the model {name} computes with {value!r}")
     names = {key: known.aliases.get(key, key) for key in known.keys}
-    section = {key: found[name] for key, name in names.items() if name in found}
+    section = {key: found[each] for key, name in names.items() for each in (name, _NEWER.get(name)) if each in found}
     dtype = next((found[key] for key in DTYPE_KEYS if found.get(key)), None)
     return section | ({} if dtype is None else {"dtype": dtype})
 
