@@ -7,10 +7,12 @@ python tests/make_hugging_face_golden.py
 
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
 from safetensors.numpy import save_file
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -95,10 +97,13 @@ def write_golden(folder, seed=0, **settings):
     ids = torch.randint(0, config.vocab_size, (4, 17))
     found = model(input_ids=ids, labels=ids)
     found.loss.backward()
-    arrays = {
-        f"gradients.{name}": torch.zeros_like(weight) if weight.grad is None else weight.grad  # of an idle expert
+    gradients = {  # None: of an idle expert
+        name: torch.zeros_like(weight) if weight.grad is None else weight.grad
         for name, weight in model.named_parameters()
     }
+    with TemporaryDirectory() as beside:  # in files experts have a tensor each
+        model.save_pretrained(beside, state_dict=gradients)
+        arrays = {f"gradients.{name}": each for name, each in load_file(f"{beside}/model.safetensors").items()}
     arrays |= {"ids": ids.int(), "logits": found.logits[:1, 1:-1:2].detach(), "loss": found.loss.detach()}
     model.generation_config.eos_token_id = None
     arrays["tokens"] = model.generate(ids[:1], max_new_tokens=24, do_sample=False)[:, 17:].int()
