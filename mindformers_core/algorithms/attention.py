@@ -181,10 +181,10 @@ def _scores(rows, sides, mask):
         sides: of keys, likewise; a mask is of the last one. (On CPU joining products costs less than a mask of 0s.)
         mask: whether and how keys are `hidden`, see `block_rows`; `_distances`; start and stop; columns.
     """
-    *whole, last = [_by_rows(rows, each) for each in sides]
+    parts = tuple([_by_rows(rows, each) for each in sides])  # graphs have no gradient of a list's parts
     if mask[0] is not None:
-        last = last + _hidden(*mask, last.shape)
-    return ops.cat((*whole, last), 3) if whole else last
+        parts = *parts[:-1], parts[-1] + _hidden(*mask, parts[-1].shape)
+    return ops.cat(parts, 3) if parts[1:] else parts[0]
 
 
 def _hidden(hidden, ranges, start, stop, columns, shape):

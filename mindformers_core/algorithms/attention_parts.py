@@ -77,7 +77,8 @@ def _picked(query, both, first, last, places, table):
     rows, columns = _flat(ops.gather(query, queries, 0)), _flat(ops.gather(both, keys, 0))
     first, last, places = ops.gather(first, queries, 0), ops.gather(last, queries, 0), ops.gather(places, keys, 0)
     lengths = ((first, query.shape[2]), (last, query.shape[2]), (places, both.shape[2]))
-    ranges = [_flat(ops.broadcast_to(each, (table.shape[1], query.shape[1], length))) for each, length in lengths]
+    shape = table.shape[1], query.shape[1]
+    ranges = tuple([_flat(ops.broadcast_to(each, (*shape, length))) for each, length in lengths])
     return rows, columns[:, :, :, :size], columns[:, :, :, size:], *ranges
 
 

@@ -94,6 +94,12 @@ def case_models_on_cp_2_tp_2():
     check_all(("llama", "encoder and decoder"), (2, 2), ("cp", "tp"))
 
 
+@on_ranks(nightly=(2,))
+def case_llama_on_cp_2():
+    """A ring of chunks; gradients are taken within the compiled step, too."""
+    check_engines("llama", init_device_mesh((2, 1), ("cp", "tp")), True)
+
+
 @on_ranks(nightly=(8,))
 def case_models_on_dp_2_cp_2_tp_2():
     """Batch, sequences and weights cut; one is compiled, too."""
