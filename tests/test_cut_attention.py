@@ -1,22 +1,15 @@
 """Attention over a cut sequence: each algorithm, chosen or declared, against one card."""
 
-import re
-from dataclasses import replace
-
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Tensor, nn
+from mindspore import Tensor
 from support.algorithm_prices import eager_price, program_price
-from support.launch import ROOT
 from support.nightly import daily
-from support.saved_tensors import measured
 from support.verified_calls import MESH, MESH_OF_4, Sample, check_of, eager, numbers
 
 from mindformers_core.algorithms.attention_dropout import drawn_halves
-from mindformers_core.algorithms.distributed_operators import run_locally
-from mindformers_core.algorithms.shard_context import ShardContext, shard_context
-from mindformers_core.capture.algorithm_graph import algorithm_of
+from mindformers_core.algorithms.shard_context import ShardContext
 from mindformers_core.communication import count_collectives
 from mindformers_core.communication.simulated import SimulatedRanks
 from mindformers_core.communication.world import rank_of
@@ -25,10 +18,8 @@ from mindformers_core.mesh import DeviceMesh
 from mindformers_core.operators import tensor_meta
 from mindformers_core.operators.registry import algorithm_named
 from mindformers_core.operators.rules.attention import ranged_attention
-from mindformers_core.program.plan import OperatorPlan, Redistribution
-from mindformers_core.propagation.algorithms import algorithm_steps, own_gradient_steps
-from mindformers_core.sharding.inspecting import prepare
-from mindformers_core.tensor_parallel import shard
+from mindformers_core.passes.thread_tape import ThreadTape, custom_gradients
+from mindformers_core.program.plan import OperatorPlan
 from mindformers_core.tensor_parallel.attention import attention
 
 PLACES = np.arange(4, dtype=np.int32)[None]
@@ -67,7 +58,7 @@ WAYS = [  # algorithm, the dims of query and key that are cut, what is found, dr
     (*way, dropout)
     for dropout in (0.0, 0.5)
     for way in (
-        ("gather", (1, 1), ("attention_gather", ROWS, WHOLE)),
+        ("gather", (1, 1), ("attention_seen", ROWS, ROWS)),
         ("ring", (1, 1), ("attention_ring", ROWS, ROWS)),
         ("all_to_all", (1, 1), (None, HEADS, HEADS)),
         ("auto", (2, 1), (None, HEADS, HEADS)),
@@ -110,7 +101,7 @@ def test_two_axes_of_a_sequence(batch, heads, size, dims):
     cuts = [layout(None, ("a", "b"))] * 4
     sample = Sample("", causal("auto"), (*given, np.arange(64, dtype=np.int32)[None]), cuts=(cuts,))
     (plan,) = attentions(check_of(sample, MESH_OF_4))
-    assert (plan.algorithm, plan.inputs[0].dims) == ("attention_ring", Layout.on(MESH_OF_4, dims).dims)
+    assert (plan.algorithm, plan.inputs[0].dims) == ("attention_seen", Layout.on(MESH_OF_4, dims).dims)
     eager(sample, MESH_OF_4)
 
 
@@ -152,15 +143,20 @@ def on_parts(algorithm, ranks, given, scale, known, of_output, of_sums, dropped=
         args = *floats, cut(given[3], rank), cut(given[4], rank), keys[2], scale, *known
         if dropped:
             args = *args, dropped[0], cut(dropped[1], rank), Tensor(dropped[2])
+        gradients, tape, results = (cut(of_output, rank).astype(dtype), cut(of_sums, rank, 2)), ThreadTape(), []
         with count_collectives() as forward:
-            results = found.function(None, args, context)
+            tape.record(lambda *given: results.extend(found.function(None, (*given, *args[3:]), context)), floats)
         with count_collectives() as backward:
-            slopes = found.gradient(args, results, (cut(of_output, rank), cut(of_sums, rank, 2)), context)
+            if found.gradient is None:
+                slopes, _ = tape.gradients(floats, results, gradients, ())
+            else:
+                slopes = found.gradient(args, results, gradients, context)
         sent = [sum(nbytes for _, nbytes in counts.values()) for counts in (forward, backward)]
         assert [each.dtype for each in (results[0], *slopes)] == [dtype] * 4
         return [each.astype(ms.float32).asnumpy() for each in (*results, *slopes)], sent
 
-    parts, sent = zip(*SimulatedRanks(ranks).run(work))
+    with custom_gradients():
+        parts, sent = zip(*SimulatedRanks(ranks).run(work))
     output, sums, of_query, of_key, of_value = zip(*parts)
     join = [np.concatenate(output, 1), np.concatenate(sums, 2), np.concatenate(of_query, 1)]
     keys = [sum(each) if whole else np.concatenate(each, 1) for each in (of_key, of_value)]
@@ -207,7 +203,9 @@ def test_places_that_float32_does_not_tell_apart():
         ranged_attention(*tensors, 0.5)
 
 
-@pytest.mark.parametrize("algorithm", daily(["attention_ring"], ["attention_ring", "attention_gather"]))
+@pytest.mark.parametrize(
+    "algorithm", daily(["attention_ring"], ["attention_ring", "attention_gather", "attention_seen"])
+)
 def test_halves_against_one_card(algorithm):
     """In bfloat16: sums over 8 ranks are of float32, so that errors don't grow with the number of ranks."""
     length, own, draw = 16, np.arange(16, dtype=np.int32)[None], np.random.default_rng(0)
@@ -226,119 +224,3 @@ def test_halves_against_one_card(algorithm):
     for one, other in zip(found, (*results, *slopes), strict=True):
         other = other.astype(ms.float32).asnumpy()
         np.testing.assert_allclose(one, other, 2**-7, 2**-8 * np.abs(other).max())
-
-
-SHARES = [((0, 7, 1, 6, 2, 5, 3, 4), (None, 0), 3 / 4), (None, (None, 0), 1), ((0, 1, 2, 3), (None, 0), 1 / 2)]
-
-
-@pytest.mark.parametrize("order, reach, share", daily(SHARES[:2], SHARES))
-def test_rows_that_nobody_needs_are_not_sent(order, reach, share):
-    """Bytes forward are 2 b (s / P) h_kv e (P - 1) a rank of a whole ring; backward twice that; as is foretold."""
-    ranks, length, groups = 4, 16, 2
-    places = np.arange(length, dtype=np.int32)[None]
-    given = numbers(1, length, 4, 3), numbers(1, length, groups, 3), numbers(1, length, groups, 3)
-    slopes = numbers(1, length, 4, 3), numbers(1, 4, length)
-    known = order, reach, True, "ring"
-    _, sent = on_parts("attention_ring", ranks, (*given, places * 0, places + 1, places), 0.5, known, *slopes)
-    ring = 2 * (length // ranks) * (groups * 3) * 4 * (ranks - 1) * ranks
-    of_places = 0 if order else (length // ranks) * 4 * (ranks - 1) * ranks
-    assert list(sent) == [share * ring + of_places, 2 * share * ring + of_places]
-
-    def attend(query, key, value, where):
-        return attention(query, key, value, where * 0, where + 1, where, 0.5, *known)
-
-    (plan,) = planned(attend, DeviceMesh((ranks,), ("cp",)), *given, places)
-    steps = sum(step.forward[1] for step, _ in algorithm_steps(plan, algorithm_of)) * ranks
-    assert [steps, ranks * sum(step.forward[1] for step in own_gradient_steps(plan, algorithm_of))] == list(sent)
-
-
-class Called(nn.Cell):
-    """A function of four tensors."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def construct(self, query, key, value, where):
-        return self.function(query * 2, key * 2, value * 2, where)
-
-
-def planned(function, mesh, *arrays):
-    """The `OperatorPlan`s of attentions: see `instructions`."""
-    found = instructions(function, mesh, *arrays)
-    return [each for each in found if isinstance(each, OperatorPlan) and each.node.operator == "Attention"]
-
-
-def instructions(function, mesh, *arrays):
-    """Those of a plan where all arrays are cut along dim 1, and so is the result."""
-    cut = layout(None, mesh.axis_names[0], ...)
-    with rank_of(mesh.size, 0):
-        plan = {
-            "": {
-                "input": dict.fromkeys(("query", "key", "value", "where"), cut),
-                "output": [cut, layout(None, None, mesh.axis_names[0])],
-            }
-        }
-        cell = shard(Called(function).set_train(), mesh, plan=plan)
-        parts = [tensor_meta((x.shape[0], x.shape[1] // mesh.size, *x.shape[2:]), str(x.dtype)) for x in arrays]
-        return prepare(cell, *parts).plan.instructions
-
-
-@pytest.mark.parametrize("dtype", [np.float32, np.float16])
-@pytest.mark.parametrize("algorithm", ["gather", "all_to_all"])
-def test_bytes_are_those_of_the_page(algorithm, dtype):
-    """The formula of docs/long_sequences.md, that of anchors, for queries, keys, values and output; backward, too.
-
-    Of all keys and values, and of their gradients, nothing is made in another dtype.
-    """
-    sizes = {"b": 2, "s": 16, "P": 4, "e": dtype().itemsize, "h": 8 * 3, "h_kv": 4 * 3}
-    page = (ROOT / "docs" / "long_sequences.md").read_text(encoding="utf-8")
-    formula = re.search(rf"^\|[^|]*\| `{algorithm}`[^|]*\| `([^`]*)` \|", page, re.MULTILINE)[1]
-    nbytes = eval(re.sub(r"(?<=[\w)]) (?=[\w(])", " * ", formula), sizes)
-    given, where = [np.zeros((2, 16, heads, 3), dtype) for heads in (8, 4, 4)], np.arange(16, dtype=np.int32)[None]
-
-    def attend(query, key, value, where):
-        return attention(query, key, value, where * 0, where + 1, where, 0.5, (0,), (None, 0), True, algorithm)
-
-    found = instructions(attend, DeviceMesh((4,), ("cp",)), *given, where)
-    moves = [each for each in found if isinstance(each, Redistribution) and len(each.value.shape) == 4]
-    steps = [step for each in moves for step in each.steps]
-    assert [sum(step.forward[1] for step in steps), sum(step.backward[1] for step in steps)] == [nbytes, nbytes]
-    for plan in [each for each in found if getattr(each, "algorithm", None)]:
-        graphs = [algorithm_of(plan, of_gradient=each)[0] for each in (False, True)]
-        made = [value for graph in graphs for node in graph.nodes for value in node.made]
-        assert {value.dtype for value in made if np.prod(value.shape) >= given[1].size} == {np.dtype(dtype).name}
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("algorithm", ["ring", "gather"])
-def test_what_is_kept_for_the_backward_pass(ranks, algorithm):
-    """A rank's part of what one card keeps; the gather also the others' keys, values and places."""
-    length, order = 64, (0, 7, 1, 6, 2, 5, 3, 4)
-    given = numbers(2, length, 4, 8), *(numbers(2, length, 2, 8) for _ in range(2)), np.arange(length, dtype=np.int32)
-
-    def attend(query, key, value, where):
-        return attention(query, key, value, where * 0, where + 1, where, 0.5, order, (None, 0), True, algorithm)
-
-    (plan,) = planned(attend, DeviceMesh((ranks,), ("cp",)), *given[:3], given[3][None])
-    context = replace(shard_context(plan, 0), run_step=lambda local, _: local)
-
-    def kept(function, tensors):
-        return measured(lambda *given: function(*(each + 0 for each in given)), *tensors)
-
-    shapes = [(value, layout.local_shape(value.shape)) for value, layout in plan.consumed]
-    parts = [Tensor(np.zeros(shape, value.dtype)) for value, shape in shapes]
-    whole = kept(attend, list(map(Tensor, (*given[:3], given[3][None]))))
-    others = sum(part.nbytes for part in (parts[1], parts[2], parts[5])) * (ranks - 1) / ranks
-    found = kept(lambda *given: run_locally(plan, given, None, context), parts)
-    assert found == whole / ranks + (others if algorithm == "gather" else 0)
-
-
-@pytest.mark.parametrize("copies, dims", [(1, HEADS), (2, HEADS), (4, ROWS), (8, ROWS)])
-def test_the_choice_is_the_cheaper_one(copies, dims):
-    """Heads are exchanged where ranks are more than h / h_kv + 1: anchors.md, C; here 4, against 2, 3, 5 and 9."""
-    mesh, length = DeviceMesh((4,), ("a",)), 4096
-    given = np.zeros((1, length, 4 * copies, 64), np.float32), *[np.zeros((1, length, 4, 64), np.float32)] * 2
-    places = np.arange(length, dtype=np.int32)[None]
-    (plan,) = planned(lambda *args: attention(*args[:3], args[3] * 0, args[3] + 1, args[3], 0.5), mesh, *given, places)
-    assert plan.inputs[0].dims == dims

@@ -128,7 +128,8 @@ def test_every_rule_has_a_call():
     missing = set(registered_operators()) - met
     assert missing == {  # Einsum is tested by its texts, of each of the others there is a test of its own
         *("Assign", "DeformableOffsets", "Einsum", "RandExt", "RandInt", "RandIntLike", "RandLikeExt", "Randn"),
-        *("RandnLike", "RandpermExt", "Attention", "AttentionPart", "AttentionPartGradient", "RMSNorm", "Rotary"),
+        *("RandnLike", "RandpermExt", "Attention", "AttentionPart", "AttentionPartGradient", "AttentionToChunks"),
+        *("RMSNorm", "Rotary"),
         *("Experts", "ExpertPlaces", "ExpertSizes", "ExpertRows", "ExpertSum", "ExpertCapacity", "ChannelFactors"),
         "TrainedBatchNorm",
     }

@@ -6,7 +6,7 @@ from itertools import product
 import numpy as np
 import pytest
 from mindspore import Tensor
-from test_cut_attention import planned
+from test_attention_bytes import planned
 
 from mindformers_core.algorithms.shard_context import ShardContext
 from mindformers_core.batches import static_order
@@ -80,10 +80,12 @@ def multiplied(algorithm, balance, ranks, is_exact):
 
     heads, places = np.zeros((1, length, 8, 64), np.float32), np.arange(length, dtype=np.int32)[None]
     (plan,) = planned(attend, mesh, heads, heads, heads, places)
-    products = []  # of every part: what is known, its slots
+    products = []  # what is known of each, its slots
     for node in algorithm_of(plan)[0].nodes:
         if node.operator == "AttentionPart":
             products.append((node.args[9], node.args[7].shape[1]))
+        elif node.operator == "AttentionToChunks":
+            products += [(known, stop - start) for start, stop, known in node.args[7]]
     pairs = 0
     for known, slots in products:
         for start, stop, ranges in visible_blocks(*known):

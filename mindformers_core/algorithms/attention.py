@@ -130,6 +130,7 @@ def score_dtype(x):
 
 RESULT_DTYPES = {  # of the operators of attention, by their arguments
     "Attention": lambda query, key, value, *_, **__: (value.dtype, score_dtype(query)),
+    "AttentionToChunks": lambda query, both, *_, **__: (both.dtype, score_dtype(query)),
     "AttentionPart": lambda output, sums, query, *_, **__: (score_dtype(query),) * 2,
     "AttentionPartGradient": lambda query, *_, **__: (score_dtype(query),) * 2,
 }
@@ -205,55 +206,76 @@ def _placed(x, back):
     return ops.gather(ops.cat((rows, ops.zeros((1, x.shape[3]), x.dtype)), 0), back, 0)
 
 
-class _Attention(nn.Cell):
-    """`attend_part` of all keys with its gradient, for PyNative."""
+class OwnGradient(nn.Cell):
+    """Output and sums of some tensors, of which the first ones have gradients, for PyNative.
 
-    def __init__(self, scale, blocks, drop):
+    Subclasses have `attended(given)`, both results of all tensors, and `slopes(given, results, gradients)`, the
+    gradients of the first ones from those of both.
+    """
+
+    def __init__(self, *known):
         super().__init__(auto_prefix=False)
-        self.known, self.drop = (scale, blocks), drop
+        self.known = known
 
-    def construct(self, query, key, value, first, last, places, own, draws):
-        known = *self.known, self.drop, own, draws
-        output, sums = attend_part(query, key, value, first, last, places, *known)
-        return _cast(output, value.dtype), sums
+    def construct(self, *given):
+        return self.attended(given)
 
-    def bprop(self, query, key, value, first, last, places, own, draws, out, dout):
-        given = query, key, value, first, last, places
-        return _gradients(given, self.known, out, dout, self.drop, own, draws)
+    def bprop(self, *given):
+        *given, results, gradients = given
+        found = self.slopes(given, results, gradients)
+        return *found, *[ops.zeros_like(each) for each in given[len(found) :]]
 
 
-class _WithGradient(nn.Cell):
-    """The results of `attend_part` for all keys, with its gradient, for graphs.
+class OwnGraphGradient(nn.Cell):
+    """The results of an `OwnGradient`, whose `slopes` it has, too, with their gradient, for graphs.
 
     Results are arguments, and the Cell's have a dim more, since in a compiled function that PyNative differentiates a
     `bprop` gets the results of the Cell's last call; no integers pass through it (see docs/mindspore.md).
     """
 
-    def __init__(self, scale, blocks, drop):
+    def __init__(self, *known):
         super().__init__(auto_prefix=False)
-        self.known, self.drop = (scale, blocks), drop
+        self.known = known
 
     def construct(self, query, key, value, first, last, places, own, draws, output, sums):
         return ops.expand_dims(output, 0), ops.expand_dims(sums, 0)
 
     def bprop(self, query, key, value, first, last, places, own, draws, output, sums, out, dout):
-        given, results = (query, key, value, first, last, places), (output, sums)
+        given, results = (query, key, value, first, last, places, own, draws), (output, sums)
         gradients = [ops.reshape(gradient, result.shape) for gradient, result in zip(dout, results)]
-        found = _gradients(given, self.known, results, gradients, self.drop, own, draws)
-        return *found, ops.zeros_like(output), ops.zeros_like(sums)
+        found = self.slopes(given, results, gradients)
+        return *found, *[ops.zeros_like(each) for each in (*given[len(found) :], output, sums)]
 
 
-_attention, _with_gradient = lru_cache(_KEPT)(_Attention), lru_cache(_KEPT)(_WithGradient)
+def _attended(query, key, value, first, last, places, own, draws, scale, blocks, drop):
+    output, sums = attend_part(query, key, value, first, last, places, scale, blocks, drop, own, draws)
+    return _cast(output, value.dtype), sums
 
 
-def _gradients(given, known, results, gradients, drop, own, draws):
-    """Those of the tensors of `_Attention`, for those of both results."""
+def _slopes(query, key, value, first, last, places, own, draws, scale, blocks, drop, results, gradients):
+    """The gradients of query, key and value from those of both results."""
     output, sums = results
     gradient, of_sums = gradients
     delta = output_delta(output, gradient) - of_sums
-    found = attend_gradient(*given, *known, sums, delta, gradient, drop, own, draws)
-    found = [_cast(each, x.dtype) for each, x in zip(found, given)]
-    return *found, *[ops.zeros_like(each) for each in (*given[3:], own, draws)]
+    given = query, key, value, first, last, places
+    found = attend_gradient(*given, scale, blocks, sums, delta, gradient, drop, own, draws)
+    return [_cast(each, x.dtype) for each, x in zip(found, given)]
+
+
+class _Attention(OwnGradient):
+    def attended(self, given):
+        return _attended(*given, *self.known)
+
+    def slopes(self, given, results, gradients):
+        return _slopes(*given, *self.known, results, gradients)
+
+
+class _WithGradient(OwnGraphGradient):
+    def slopes(self, given, results, gradients):
+        return _slopes(*given, *self.known, results, gradients)
+
+
+_attention, _with_gradient = lru_cache(_KEPT)(_Attention), lru_cache(_KEPT)(_WithGradient)
 
 
 def attend(
@@ -268,17 +290,14 @@ def attend(
             drawn, (batch, heads, 2); None where nothing is dropped.
     """
     kernel = query.dtype, query.shape[3], value.shape[3], drop
-    blocks = _blocks(query.shape, key.shape, order, reach, exact, kernel)
-    known = scale, blocks, drop
+    known = scale, _blocks(query.shape, key.shape, order, reach, exact, kernel), drop
     ranges = (first, last, places, own, draws) if drop else (first, last, places, first, places)
     if not in_graph():
         return _attention(*known)(query, key, value, *ranges)
-    first, last, places, own, draws = [_cast(each, ms.float32) for each in ranges]
+    ranges = tuple([_cast(each, ms.float32) for each in ranges])
     free = ops.stop_gradient(query), ops.stop_gradient(key), ops.stop_gradient(value)
-    output, sums = attend_part(*free, first, last, places, *known, own, draws)
-    output = _cast(output, value.dtype)
-    given = query, key, value, first, last, places, own, draws, output, sums
-    outputs, all_sums = _with_gradient(*known)(*given)
+    output, sums = _attended(*free, *ranges, *known)
+    outputs, all_sums = _with_gradient(*known)(query, key, value, *ranges, output, sums)
     return ops.reshape(outputs, output.shape), ops.reshape(all_sums, sums.shape)
 
 

@@ -9,13 +9,25 @@ constants would be one; rows 1 and 2 are the chunks of queries and of keys; then
 for every chunk of keys, a row with 1 for the slots that have it, and 0 for the others; slots of no chunk don't count.
 """
 
+from functools import lru_cache
+
 import mindspore as ms
 from mindspore import ops
 
-from mindformers_core.algorithms.attention import LOWEST, attend_gradient, attend_part
+from mindformers_core.algorithms.attention import (
+    LOWEST,
+    OwnGradient,
+    OwnGraphGradient,
+    attend_gradient,
+    attend_part,
+    output_delta,
+    score_dtype,
+)
+from mindformers_core.algorithms.compiled import in_graph
 from mindformers_core.operators.visible_blocks import known_blocks
 
 _largest, _product, _cast, _sum = ops.ReduceMax(), ops.MatMul(), ops.Cast(), ops.ReduceSum()
+_KEPT = 64  # shapes whose Cells are remembered
 
 
 def add_part(output, sums, query, both, first, last, places, table, scale, known, drop=0.0, own=None, draws=None):
@@ -49,17 +61,28 @@ def add_part(output, sums, query, both, first, last, places, table, scale, known
     return output + added, ops.log(total) + top
 
 
-def part_gradient(
+def part_gradient(query, both, first, last, places, table, *others):
+    """The gradients of the chunks of queries, and of keys and values side by side, through slots.
+
+    Args:
+        query, both, first, last, places, table: as of `add_part`.
+        others: the further arguments of `_slot_gradients`.
+    """
+    of_query, of_slots = _slot_gradients(query, both, first, last, places, table, *others)
+    return of_query, _placed(table[3 + query.shape[0] :], of_slots)
+
+
+def _slot_gradients(
     query, both, first, last, places, table, sums, delta, gradient, scale, known, drop=0.0, own=None, draws=None
 ):
-    """The gradients of the chunks of queries, and of keys and values side by side, through slots.
+    """The gradients of the chunks of queries, and of each slot's keys and values, side by side.
 
     Args:
         sums, delta, gradient: stacks of chunks, of `attend_gradient`.
         query, both, first, last, places, table, scale, known, drop, own, draws: as of `add_part`.
     """
     count, batch, queries = query.shape[0], query.shape[1], table[1]
-    of_query, of_key = table[3 : 3 + count], table[3 + count :]
+    of_query = table[3 : 3 + count]
     active = ops.reshape(ops.greater(_sum(_cast(of_query, ms.float32), 0), 0.5), (-1, 1, 1, 1))
     sums = _flat(ops.where(active, ops.gather(sums, queries, 0), LOWEST))
     delta, gradient = _flat(ops.gather(delta, queries, 0)), _flat(ops.gather(gradient, queries, 0))
@@ -67,8 +90,84 @@ def part_gradient(
     of_own, of_keys, of_values = attend_gradient(
         *given, scale, known_blocks(known), sums, delta, gradient, drop, *_drawn(own, draws, table)
     )
-    of_both = ops.cat((of_keys, of_values), 3)
-    return _placed(of_query, _deep(of_own, batch)), _placed(of_key, _deep(of_both, batch))
+    return _placed(of_query, _deep(of_own, batch)), _deep(ops.cat((of_keys, of_values), 3), batch)
+
+
+def attend_chunks(
+    query, both, table, first, last, places, scale, products, is_fused=False, drop=0.0, own=None, draws=None
+):
+    """The operator `AttentionToChunks`: of a rank's queries to all chunks of keys that slots have, with its gradient.
+
+    Args:
+        query, first, last, own: of a rank, (batch, length, …), as of `attend`.
+        both, places: chunks of keys and values, side by side, and places of the keys.
+        table: the slots of all products, side by side.
+        scale, drop, draws: as of `attend`.
+        products: of each the first and the last + 1 of its slots, and its `known`, see `add_part`.
+        is_fused: whether there is a kernel, see `fits_kernel`.
+
+    Returns:
+        As `attend`.
+    """
+    known = scale, products, is_fused, drop
+    ranges = (first, last, places, own, draws) if drop else (first, last, places, first, places)
+    if not in_graph():
+        return _to_chunks(*known)(query, both, table, *ranges)
+    table, *ranges = [_cast(each, ms.float32) for each in (table, *ranges)]
+    output, sums = _attended(ops.stop_gradient(query), ops.stop_gradient(both), table, *ranges, *known)
+    outputs, all_sums = _to_chunks_in_graph(*known)(query, both, table, *ranges, output, sums)
+    return ops.reshape(outputs, output.shape), ops.reshape(all_sums, sums.shape)
+
+
+def _attended(query, both, table, first, last, places, own, draws, scale, products, is_fused, drop):
+    """Results of `attend_chunks`."""
+    given, table, dropped = _stacked(query, both, table, first, last, places, own, draws, is_fused, drop)
+    output = sums = None
+    for start, stop, known in products:
+        output, sums = add_part(output, sums, *given, table[:, start:stop], scale, known, *dropped)
+    return _cast(whole(output), both.dtype), rows_of(sums)
+
+
+def _slopes(query, both, table, first, last, places, own, draws, scale, products, is_fused, drop, results, gradients):
+    """The gradients of query and of keys and values from those of both results."""
+    given, table, dropped = _stacked(query, both, table, first, last, places, own, draws, is_fused, drop)
+    output, sums = results
+    gradient, of_sums = gradients
+    gradient, count = _cast(gradient, sums.dtype), given[0].shape[0]
+    delta = output_delta(output, gradient) - of_sums
+    sums, delta, gradient = stack_of_rows(sums, count), stack_of_rows(delta, count), stack(gradient, count)
+    of_query, of_slots = 0.0, []
+    for start, stop, known in products:
+        slots = table[:, start:stop], sums, delta, gradient, scale, known
+        found = _slot_gradients(*given, *slots, *dropped)
+        of_query = of_query + found[0]
+        of_slots.append(found[1])
+    of_both = _placed(table[3 + count :], ops.cat(of_slots, 0))
+    return _cast(whole(of_query), query.dtype), _cast(of_both, both.dtype)
+
+
+def _stacked(query, both, table, first, last, places, own, draws, is_fused, drop):
+    """Arguments of `add_part`: stacks of chunks, the table; and what is dropped."""
+    count = table.shape[0] - 3 - both.shape[0]
+    dtype = query.dtype if is_fused else score_dtype(query)  # in blocks, CPU computes no bfloat16
+    given = stack(_cast(query, dtype), count), _cast(both, dtype), stack(first, count), stack(last, count), places
+    return given, _cast(table, ms.int32), (drop, stack(own, count), draws) if drop else ()
+
+
+class _ToChunks(OwnGradient):
+    def attended(self, given):
+        return _attended(*given, *self.known)
+
+    def slopes(self, given, results, gradients):
+        return _slopes(*given, *self.known, results, gradients)
+
+
+class _ToChunksInGraph(OwnGraphGradient):
+    def slopes(self, given, results, gradients):
+        return _slopes(*given, *self.known, results, gradients)
+
+
+_to_chunks, _to_chunks_in_graph = lru_cache(_KEPT)(_ToChunks), lru_cache(_KEPT)(_ToChunksInGraph)
 
 
 def _picked(query, both, first, last, places, table):
@@ -109,3 +208,25 @@ def _for_tokens(x, size):
     """(chunks, batch, heads, length) as (chunks, batch, length, heads, size)."""
     x = ops.transpose(x, (0, 1, 3, 2))
     return ops.reshape(_product(ops.reshape(x, (-1, 1)), ops.ones((1, size), x.dtype)), (*x.shape, size))
+
+
+def stack(x, count):
+    """(batch, length, …) as a stack of chunks (chunks, batch, length of a chunk, …)."""
+    x = ops.reshape(x, (x.shape[0], count, x.shape[1] // count, *x.shape[2:]))
+    return ops.transpose(x, (1, 0, *range(2, x.ndim)))
+
+
+def whole(x):
+    """The inverse of `stack`."""
+    count, batch, length, *others = x.shape
+    return ops.reshape(ops.transpose(x, (1, 0, *range(2, x.ndim))), (batch, count * length, *others))
+
+
+def stack_of_rows(x, count):
+    """(batch, heads, length) as (chunks, batch, heads, length of a chunk)."""
+    return ops.transpose(stack(ops.transpose(x, (0, 2, 1)), count), (0, 1, 3, 2))
+
+
+def rows_of(x):
+    """The inverse of `stack_of_rows`."""
+    return ops.transpose(whole(ops.transpose(x, (0, 1, 3, 2))), (0, 2, 1))

@@ -9,18 +9,19 @@ from mindformers_core.operators import Algorithm, register_algorithm, register_o
 from mindformers_core.operators.registry import NO_GRADIENT
 from mindformers_core.operators.rules import attention as rules
 from mindformers_core.operators.saved import ALL, SavedByOperator
-from mindformers_core.tensor_parallel.cut_attention import gathered, gathered_gradient, merge, ring, ring_gradient
+from mindformers_core.tensor_parallel.cut_attention import gathered, merge, ring, ring_gradient, seen
 
 _ALGORITHMS = (
-    ("attention_gather", "each part of the queries sees all keys", gathered, gathered_gradient),
+    ("attention_gather", "each part of the queries sees all keys", gathered),
+    ("attention_seen", "those keys and values that queries see are sent", seen),
     ("attention_ring", "keys and values go round; outputs are merged by their sums", ring, ring_gradient),
     ("attention_merge", "outputs of the parts of the keys are merged by their sums", merge),
 )
 for _name, _text, *_functions in _ALGORITHMS:
     register_algorithm(Algorithm(_name, _text, True, *_functions, by_shapes=True))
-_SOURCE = "mindformers_core.algorithms"
+_SOURCE, _SAVED = "mindformers_core.algorithms", SavedByOperator(ALL, outputs=(0, 1))
 register_operator(
-    "Attention", source=f"{_SOURCE}.attention.attend", saves=SavedByOperator(ALL, outputs=(0, 1)),
+    "Attention", source=f"{_SOURCE}.attention.attend", saves=_SAVED,
     operations=rules.attention_operations, algorithms=tuple(name for name, *_ in _ALGORITHMS),
 )(rules.ranged_attention)  # fmt: skip
 for _name, _source, _rule in (  # of algorithms
@@ -28,6 +29,9 @@ for _name, _source, _rule in (  # of algorithms
     ("AttentionPartGradient", "part_gradient", rules.attention_part_gradient),
 ):
     register_operator(_name, source=f"{_SOURCE}.attention_parts.{_source}", gradient=NO_GRADIENT)(_rule)
+register_operator("AttentionToChunks", source=f"{_SOURCE}.attention_parts.attend_chunks", saves=_SAVED)(
+    rules.attention_to_chunks
+)
 _attention = custom_operator("Attention", attend)
 
 

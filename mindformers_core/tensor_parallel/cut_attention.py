@@ -3,8 +3,8 @@
 The outputs of parts of the keys are averaged by the sums of their exponentials (Liu, Zaharia, Abbeel, "Ring Attention
 with Blockwise Transformers for Near-Infinite Context", arXiv 2310.01889). Where places are known, only those chunks
 are sent and multiplied that some query sees: see `sequence_exchange`. All ranks have equal graphs: which chunks a rank
-multiplies are constants. The gradient sends keys and values again, and their gradients home; it keeps none of the
-others'. All is sent as it was given, and added up in the dtype of scores, but gradients of gathered keys, in theirs.
+multiplies are constants. The ring's gradient sends keys and values again, and their gradients home; it keeps none of
+the others'. All is sent as it was given; gradients are added in the dtype of scores, those of all keys in theirs.
 """
 
 from functools import lru_cache
@@ -13,13 +13,22 @@ import numpy as np
 from mindspore import Tensor, ops
 
 from mindformers_core.algorithms.attention import output_delta, score_dtype
-from mindformers_core.algorithms.attention_parts import add_part, part_gradient
+from mindformers_core.algorithms.attention_parts import (
+    add_part,
+    attend_chunks,
+    part_gradient,
+    rows_of,
+    stack,
+    stack_of_rows,
+    whole,
+)
 from mindformers_core.algorithms.custom import custom_operator
 from mindformers_core.algorithms.fused_attention import fits_kernel
 from mindformers_core.operators.sequence_exchange import chunk_blocks, chunk_order, exchanges
 
 _add_part = custom_operator("AttentionPart", add_part)
 _part_gradient = custom_operator("AttentionPartGradient", part_gradient)
+_attend_chunks = custom_operator("AttentionToChunks", attend_chunks)
 _SCORES, _ROWS = 1 << 20, 128  # of a block of queries; fewer rows take longer each
 
 
@@ -35,177 +44,162 @@ def merge(operator, args, context):
 
 def ring(_, args, context):
     """The attention of a rank's queries to its own part of the keys, and to those that come round."""
-    return _Cut(args, context, _Ring).forward()
+    return _Cut(args, context).forward()
 
 
 def ring_gradient(args, results, gradients, context):
     """The gradients of query, key and value."""
-    return _Cut(args, context, _Ring).backward(*results, *gradients)
+    return _Cut(args, context).backward(*results, *gradients)
 
 
 def gathered(_, args, context):
     """The attention of a rank's queries to all keys, which it has."""
-    return _Cut(args, context, _Gathered).forward()
+    cut = _Cut(args, context, context.count)
+    starts = [cut.giver(exchange) * cut.each for exchange in cut.exchanges]
+    places = cut.places_of(range(context.count)) if cut.is_known else stack(args[5], len(cut.order))
+    return cut.to_chunks(stack(ops.cat(args[1:3], -1), len(cut.order)), places, starts)
 
 
-def gathered_gradient(args, results, gradients, context):
-    """The gradients of query, and of all keys and values through this rank's queries."""
-    return _Cut(args, context, _Gathered).backward(*results, *gradients)
-
-
-class _Ring:
-    """Parts of keys, of which each rank has one, as lists of chunks."""
-
-    def __init__(self, context, each):
-        self.context, self.each, self.count, self.own = context, each, each, [None] * each
-
-    def take(self, x, exchange, dtype):
-        """The stack of chunks of the rank whose part comes at this distance; any one in place of what nobody needs."""
-        chunks = [(chunk, givers) for chunk, givers in zip(x, exchange.givers) if givers]
-        found = [ops.cast(self.context.shift(chunk, exchange.distance, givers), dtype) for chunk, givers in chunks]
-        some, rest = found[0], iter(found)
-        return ops.stack([next(rest) if givers else some for givers in exchange.givers])
-
-    def give_back(self, chunks, exchange, dtype):
-        """Add the gradients of the chunks that came, which are sent in this dtype, to those of their owners."""
-        for place, givers in enumerate(exchange.givers):
-            if givers:
-                home, distance = chunks[place], exchange.distance
-                takers = sorted((giver + distance) % self.context.count for giver in givers)
-                if distance:
-                    home = ops.cast(self.context.shift(ops.cast(home, dtype), -distance, takers), home.dtype)
-                self.own[place] = home if self.own[place] is None else self.own[place] + home
-
-    def total(self):
-        """The gradients of a rank's own part."""
-        return _whole(ops.stack(self.own))
-
-
-class _Gathered:
-    """All keys, which each rank has, likewise."""
-
-    def __init__(self, context, each):
-        self.context, self.each, self.count, self.found = context, each, each * context.count, {}
-
-    def take(self, x, exchange, dtype):
-        """As of `_Ring`."""
-        return ops.cast(self._part(x, exchange.distance), dtype)
-
-    def give_back(self, chunks, exchange, dtype):
-        """Keep the gradients of some chunks, of which no further parts come."""
-        self.found[exchange.distance] = ops.cast(chunks, dtype)
-
-    def total(self):
-        """The gradients of all keys."""
-        nothing, distances = ops.zeros_like(next(iter(self.found.values()))), range(self.context.count)
-        chunks = ops.cat([self.found.get(distance, nothing) for distance in distances], 0)
-        return _whole(ops.cat([self._part(chunks, giver) for giver in distances], 0))
-
-    def _part(self, x, distance):
-        """The chunks of the rank at this distance; or of a stack by distance those of the rank of this number."""
-        place = (self.context.number - distance) % self.context.count * self.each
-        return x[place : place + self.each]
+def seen(_, args, context):
+    """The attention of a rank's queries to those keys that it sees, which others send; gradients go home likewise."""
+    cut = _Cut(args, context)
+    sent = args[1].dtype
+    both = ops.cast(stack(ops.cat(args[1:3], -1), cut.each), cut.dtype)  # gradients from several ranks are added so
+    taken = [cut.taken(ops.cast(both, sent), exchange, sent) for exchange in cut.exchanges]
+    places = cut.places_of(map(cut.giver, cut.exchanges))
+    return cut.to_chunks(ops.cat(taken, 0), places, range(0, len(taken) * cut.each, cut.each))
 
 
 class _Cut:
-    """One attention of a rank's queries; tensors are stacks of chunks (chunks, batch, …)."""
+    """One attention of a rank's queries; tensors are stacks of chunks (chunks, batch, …).
 
-    def __init__(self, args, context, way):
-        query, key, value, first, last, places, self.scale, order, reach, exact, _, *dropped = args
-        self.dtype, self.size, self.given = score_dtype(query), key.shape[3], (query.dtype, key.dtype, value.dtype)
-        ranks, self.shape = context.count, query.shape
+    Args:
+        parts: of the keys, which the rank has. Default: its own.
+    """
+
+    def __init__(self, args, context, parts=1):
+        query, key, value, _, _, _, self.scale, order, reach, exact, _, *self.dropped = args
+        self.args, self.context, ranks = args, context, context.count
+        self.dtype, self.size = score_dtype(query), key.shape[3]
         self.order = chunk_order(order, ranks)
         self.each = len(self.order) // ranks
         self.length = query.shape[1] // self.each
         self.is_known = order is not None
         cached = _SCORES // (query.shape[0] * query.shape[2] * self.length)
         rows = max(16, min(self.length // 8, max(_ROWS, cached)))
-        drop, own, draws = dropped or (0.0, None, None)
-        has_kernel = fits_kernel(query.dtype, query.shape[3], value.shape[3], drop)
-        self.context, self.way = context, way(context, self.each)
-        if key.shape[1] % self.way.count:
+        drop = self.dropped[0] if self.dropped else 0.0
+        self.is_fused = fits_kernel(query.dtype, query.shape[3], value.shape[3], drop)
+        if key.shape[1] % (self.each * parts):
             raise ValueError(
                 f"attention of a sequence that {ranks} ranks share takes keys in as many parts: the {key.shape[1]} of "
                 f"key {key.shape} don't divide, so use algorithm all_to_all, or keys that are padded"
             )
-        known = self.length, order, reach, exact, rows, has_kernel, key.shape[1] // self.way.count
+        known = self.length, order, reach, exact, rows, self.is_fused, key.shape[1] // (self.each * parts)
         self.exchanges = _exchanges(self.order, ranks, known)
-        self.computed = query.dtype if has_kernel else self.dtype  # in blocks, CPU computes no bfloat16
-        query, both = ops.cast(query, self.computed), ops.cat((key, value), -1)
-        self.query, self.first, self.last = (_chunks(each, self.each) for each in (query, first, last))
-        self.both, self.places = (_chunks(each, self.way.count) for each in (both, places))
-        self.dropped = (drop, _chunks(own, self.each), draws) if drop else ()
 
     def forward(self):
-        """Output and sums."""
+        """Output and sums of the ring."""
         output = sums = None
+        given = self._given()
         for exchange in self.exchanges:
-            chunks = self._taken(exchange)
+            chunks = self._chunks(given, exchange)
             for known, table in self._tables(exchange):
-                output, sums = _add_part(output, sums, *chunks, table, self.scale, known, *self.dropped)
-        return ops.cast(_whole(output), self.given[2]), _rows(sums)
+                output, sums = _add_part(output, sums, *chunks, Tensor(table), self.scale, known, *given[5:])
+        return ops.cast(whole(output), self.args[2].dtype), rows_of(sums)
 
     def backward(self, output, sums, gradient, of_sums):
-        """The gradients of query, key and value."""
+        """The gradients of query, key and value in the ring."""
         gradient = ops.cast(gradient, self.dtype)
         delta = output_delta(output, gradient) - of_sums
-        sums, delta, gradient = _of_rows(sums, self.each), _of_rows(delta, self.each), _chunks(gradient, self.each)
-        of_query = None
+        sums, delta, gradient = (
+            stack_of_rows(sums, self.each), stack_of_rows(delta, self.each), stack(gradient, self.each)
+        )  # fmt: skip
+        given, of_query, own = self._given(), None, [None] * self.each
         for exchange in self.exchanges:
-            chunks, of_both = self._taken(exchange), None
+            chunks, of_both = self._chunks(given, exchange), None
             for known, table in self._tables(exchange):
-                found = _part_gradient(*chunks, table, sums, delta, gradient, self.scale, known, *self.dropped)
+                slots = Tensor(table), sums, delta, gradient, self.scale, known
+                found = _part_gradient(*chunks, *slots, *given[5:])
                 of_query = found[0] if of_query is None else of_query + found[0]
                 of_both = found[1] if of_both is None else of_both + found[1]
-            self.way.give_back(of_both, exchange, self.given[1])
-        of_both = self.way.total()
-        found = _whole(of_query), of_both[..., : self.size], of_both[..., self.size :]
-        return tuple(ops.cast(gradient, dtype) for gradient, dtype in zip(found, self.given))
+            self._give_back(own, of_both, exchange)
+        of_both = whole(ops.cat(own, 0))
+        found = whole(of_query), of_both[..., : self.size], of_both[..., self.size :]
+        return tuple(ops.cast(gradient, x.dtype) for gradient, x in zip(found, self.args))
 
-    def _taken(self, exchange):
+    def to_chunks(self, both, places, starts):
+        """Output and sums of queries and all `both`, where the chunks of each exchange start in it."""
+        tables, products, stop = [], [], 0
+        for exchange, start in zip(self.exchanges, starts, strict=True):
+            for known, table in self._tables(exchange, start, both.shape[0]):
+                tables.append(table)
+                products.append((stop, stop + table.shape[1], known))
+                stop += table.shape[1]
+        query, first, last = self.args[0], *self.args[3:5]
+        given = query, both, Tensor(np.hstack(tables)), first, last, places
+        return _attend_chunks(*given, self.scale, tuple(products), self.is_fused, *self.dropped)
+
+    def giver(self, exchange):
+        """The number of the part that comes in an exchange."""
+        return (self.context.number - exchange.distance) % self.context.count
+
+    def places_of(self, parts):
+        """The places of all chunks of some parts, by their numbers."""
+        chunks = np.array([self.order[part * self.each : (part + 1) * self.each] for part in parts]).reshape(-1, 1, 1)
+        return Tensor((chunks * self.length + np.arange(self.length)).astype(np.int32))
+
+    def taken(self, x, exchange, dtype):
+        """The stack of chunks of the rank whose part comes; any one in place of what nobody needs."""
+        found = {
+            place: ops.cast(self.context.shift(x[place : place + 1], exchange.distance, givers), dtype)
+            for place, givers in enumerate(exchange.givers)
+            if givers
+        }
+        some = next(iter(found.values()))
+        return ops.cat([found.get(place, some) for place in range(self.each)], 0)
+
+    def _given(self):
+        """A ring's stacks: query, keys and values, first, last, places; and what is dropped."""
+        query, key, value, first, last, places = self.args[:6]
+        query = query if self.is_fused else ops.cast(query, self.dtype)  # in blocks, CPU computes no bfloat16
+        given = [stack(each, self.each) for each in (query, ops.cat((key, value), -1), first, last, places)]
+        drop, own, draws = self.dropped or (0.0, None, None)
+        return (*given, drop, stack(own, self.each), draws) if drop else tuple(given)
+
+    def _chunks(self, given, exchange):
         """The chunks of an exchange, as `add_part` takes them."""
-        if self.is_known:  # of the giver
-            start = (self.context.number - exchange.distance) % self.context.count * self.each
-            chunks = np.array(self.order[start : start + self.each])[:, None, None]
-            places = Tensor((chunks * self.length + np.arange(self.length)).astype(np.int32))
-        else:
-            places = self.way.take(self.places, exchange, self.places.dtype)
-        return self.query, self.way.take(self.both, exchange, self.computed), self.first, self.last, places
+        query, both, first, last, places = given[:5]
+        both, known = self.taken(both, exchange, query.dtype), self.places_of([self.giver(exchange)])
+        return query, both, first, last, known if self.is_known else self.taken(places, exchange, places.dtype)
 
-    def _tables(self, exchange):
-        """Pairs of what is known and the table of slots of each `Product`: see `add_part`."""
+    def _give_back(self, own, chunks, exchange):
+        """Add the gradients of the chunks that came, which are sent in the keys' dtype, to those of their owners."""
+        dtype, distance = self.args[1].dtype, exchange.distance
+        for place, givers in enumerate(exchange.givers):
+            if givers:
+                home = chunks[place : place + 1]
+                takers = sorted((giver + distance) % self.context.count for giver in givers)
+                if distance:
+                    home = ops.cast(self.context.shift(ops.cast(home, dtype), -distance, takers), home.dtype)
+                own[place] = home if own[place] is None else own[place] + home
+
+    def _tables(self, exchange, start=0, count=None):
+        """Pairs of what is known and the table of slots of each `Product`, see `add_part`.
+
+        The exchange's chunks start at a number among so many; default: they are all.
+        """
         for number, product in enumerate(exchange.products):
             queries, keys, active = (np.array(values) for values in zip(*product.slots[self.context.number]))
-            chosen = [(np.arange(self.each)[:, None] == chunks) & active for chunks in (queries, keys)]
+            keys = keys + start
+            of_query = (np.arange(self.each)[:, None] == queries) & active
+            of_key = (np.arange(count or self.each)[:, None] == keys) & active
             name = np.full_like(queries, 1000 * exchange.distance + number)
-            yield product.known, Tensor(np.vstack([name, queries, keys, *chosen]).astype(np.int32))
+            yield product.known, np.vstack([name, queries, keys, of_query, of_key]).astype(np.int32)
 
 
 @lru_cache(64)
 def _exchanges(order, ranks, known):
     return exchanges(order, ranks, chunk_blocks(*known))
-
-
-def _chunks(x, count):
-    """(batch, length, …) as (chunks, batch, length of a chunk, …)."""
-    x = ops.reshape(x, (x.shape[0], count, x.shape[1] // count, *x.shape[2:]))
-    return ops.transpose(x, (1, 0, *range(2, x.ndim)))
-
-
-def _whole(x):
-    """The inverse of `_chunks`."""
-    count, batch, length, *others = x.shape
-    return ops.reshape(ops.transpose(x, (1, 0, *range(2, x.ndim))), (batch, count * length, *others))
-
-
-def _of_rows(x, count):
-    """(batch, heads, length) as (chunks, batch, heads, length of a chunk)."""
-    return ops.transpose(_chunks(ops.transpose(x, (0, 2, 1)), count), (0, 1, 3, 2))
-
-
-def _rows(x):
-    """The inverse of `_of_rows`."""
-    return ops.transpose(_whole(ops.transpose(x, (0, 1, 3, 2))), (0, 2, 1))
 
 
 def _for_tokens(x):

@@ -165,14 +165,18 @@ def fused_infer_attention(*args):
     return _attention(args, 24, 28, (3, 4), (5, 6), 29, after=("one" if args[34] else "none",))
 
 
-_RING, _GATHER, _MERGE = {("s", "t"): "attention_ring"}, {"s": "attention_gather"}, {"t": "attention_merge"}
+_RING, _SEEN = {("s", "t"): "attention_ring"}, {("s", "t"): "attention_seen"}
+_GATHER, _MERGE = {"s": "attention_gather"}, {"t": "attention_merge"}
 _PLACES = 2**24  # that float32 tells apart, in which masks are computed
+_ANY = {"offers": (("g",),), "distributed": _GATHER | _MERGE}
 _WAYS = {  # of attention to a cut sequence -> attributes of its `Signature`, and further factors that are whole
     "gather": ({"distributed": _GATHER}, ("t",)),
     "ring": ({"joint": _RING}, ("s", "t")),
     "all_to_all": ({"offers": (("g",), ("r",))}, ("s", "t")),
-    "auto": ({"joint": _RING, "offers": (("g",),), "distributed": _GATHER | _MERGE}, ()),
+    "auto": (_ANY | {"joint": _RING}, ()),
 }
+# where it is known before a call that some keys aren't seen: what a ring costs, without sending keys a second time
+_WAYS_OF_PARTS = _WAYS | {"gather": ({"joint": _SEEN}, ("s", "t")), "auto": (_ANY | {"joint": _SEEN}, ())}
 
 
 def ranged_attention(
@@ -200,13 +204,12 @@ def ranged_attention(
         texts += [f"{row.get(own.shape[0], 'b')} s", "b g*r N"]
         tensors = *tensors, own, draws
     inputs = f"b s g*r d, b t g d, b t g v, {', '.join(texts)}"
-    ways, whole = _WAYS[algorithm]
-    sizes = {"g": groups, "r": heads // groups}
-    plain = equation(f"{inputs} -> b s g*r v, b g*r s", *tensors, sizes=sizes, whole=("d", "v", *whole), reduced={})
-    part = 1.0
+    sizes, part = {"g": groups, "r": heads // groups}, 1.0
     if order is not None:
         chunk_length(order, query.shape[1])
         part = visible_part(query.shape[1], reach)
+    ways, whole = (_WAYS_OF_PARTS if part < 1 else _WAYS)[algorithm]
+    plain = equation(f"{inputs} -> b s g*r v, b g*r s", *tensors, sizes=sizes, whole=("d", "v", *whole), reduced={})
     if algorithm == "all_to_all":
         text = (
             "attention by all_to_all exchanges the sequence for heads, but the axis divides neither the "
@@ -227,3 +230,10 @@ def attention_part(output, sums, query, both, *others):
 def attention_part_gradient(query, both, *others):
     """Likewise of `part_gradient`."""
     return whole_signature(tensors_in((query, both, *others)), (query.shape, both.shape))
+
+
+def attention_to_chunks(query, both, table, *others):
+    """Likewise of `attend_chunks`."""
+    batch, length, heads, size = query.shape
+    shapes = (batch, length, heads, both.shape[4] - size), (batch, heads, length)
+    return whole_signature(tensors_in((query, both, table, *others)), shapes)
