@@ -22,6 +22,8 @@ from mindformers_core.mesh import DeviceMesh
 from mindformers_core.recipe.loader import load_recipe
 from mindformers_core.trainer import trainer
 
+pytestmark = pytest.mark.ranks
+
 ORPHAN = """
 import sys
 import numpy as np

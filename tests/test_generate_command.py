@@ -53,6 +53,7 @@ def trained(tmp_path_factory):
     return folder
 
 
+@pytest.mark.ranks
 def test_texts_in_batches_of_any_size(trained):
     """The last batch is filled up; the file's prompts keep their numbers."""
     texts = tuple(bytes(prompt).decode() for prompt in PROMPTS[:3])

@@ -133,6 +133,7 @@ DAILY = {  # each kind of layers, and each mesh, once; parts of sequences have d
 }  # fmt: skip
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("name", "on"),
     [

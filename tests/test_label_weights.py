@@ -112,6 +112,7 @@ def test_one_batch_is_the_mean_over_its_labels(one_card):
 BY_DAY = "runs", "cp 2, runs", "micro-batches, runs", "split gradients"  # one of each kind of runs
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("name", daily(BY_DAY, CUTS))
 def test_every_label_weighs_alike(name, one_card):
     figures, gradients, weights = trained(*CUTS[name], len(one_card[0]))
@@ -129,6 +130,7 @@ def counted_squares(output, target):
 HALVED = "micro-batches, runs", "pp 2 x dp 2", "pp 2 x dp 2, runs *", "level 3 *"
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("name", daily(HALVED[:1], HALVED))
 def test_passes_in_half_precision(name, one_card):
     """Weights and moments in float32: figures within the rounding of float16, with a loss scale that skips nothing."""

@@ -159,6 +159,7 @@ def layers(monkeypatch):
     return found
 
 
+@pytest.mark.ranks
 def test_70b_on_128_ranks(layers):
     """Its numbers: what remains of layers, micro-batches and sizes."""
     recipe = load_recipe("configs/llama3_70b.yaml", [*ON_128, "train_dataset.seq_length=768"])
