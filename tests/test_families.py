@@ -1,6 +1,8 @@
 """The page that adds a family, followed: its toy trains, saves and takes up its fused files on another mesh."""
 
+import json
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file
 from support.small_generation import SMALL, mesh
 
-from mindformers_core.checkpoint.hugging_face import model_section
+from mindformers_core.checkpoint.hugging_face import lack_of_heads, model_section
 from mindformers_core.commands.diffing import run_simulated
 from mindformers_core.models.registry import MODELS
 from mindformers_core.recipe.loader import RecipeError, load_recipe
@@ -41,6 +43,21 @@ def test_the_toy_of_the_page(tmp_path, monkeypatch):
 def test_experts_by_their_newer_name():
     found = {"model_type": "qwen3_moe", "num_local_experts": 4}
     assert model_section(MODELS["qwen3_moe"], "qwen3_moe", found, "config.json") == {"num_experts": 4}
+
+
+def test_heads_that_transformers_leaves_out(tmp_path):
+    """A folder whose config has them, and no tensor: the error says what takes it as it is."""
+    theirs = Path(shutil.copytree(ROOT / "tests" / "golden" / "deepseek_v3", tmp_path / "theirs"))
+    config = json.loads((theirs / "config.json").read_text())
+    (theirs / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    given = [f"model={{from: {theirs}}}", "train_dataset.seq_length=16", f"training.output_dir={tmp_path / 'ours'}"]
+    given += mesh()
+    recipe, behind = load_recipe(RECIPE, given), "give model.num_nextn_predict_layers=0"
+    with pytest.raises(ValueError, match=f"checkpoint.load_path: .*theirs has no model tensor .*no tensor.*{behind}$"):
+        run_simulated(recipe, 0, save_job)
+    run_simulated(load_recipe(RECIPE, [*given, "model.num_nextn_predict_layers=0"]), 0, save_job)
+    layer = f"model.layers.{recipe.model.num_hidden_layers}.enorm.weight"
+    assert not lack_of_heads(recipe.spec, recipe.model, [layer])  # of one that has others, nothing is said of heads
 
 
 @pytest.mark.parametrize(

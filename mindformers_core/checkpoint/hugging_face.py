@@ -10,8 +10,9 @@ _ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # of texts, which no model computes with
 _TIED_COPIES = ("lm_head.weight",)  # that files may have beside the embedding; `transformers` ignores them, too
 _NEWER = {"num_experts": "num_local_experts"}  # names of keys since `transformers` 5
-# what a checkpoint's tensors and their use don't depend on; dtypes are converted
-_OF_TRAINING = (*DTYPE_KEYS, "attention_dropout", "initializer_range", "max_position_embeddings")
+_HEADS = "num_nextn_predict_layers"
+# what a checkpoint's tensors and their use don't depend on; dtypes are converted, and tensors of heads compared
+_OF_TRAINING = (*DTYPE_KEYS, "attention_dropout", "initializer_range", "max_position_embeddings", _HEADS)
 
 
 def tensor_map(spec, config):
@@ -25,6 +26,14 @@ def ignored_tensors(spec, names, config=None):
     if spec.hugging_face and getattr(config, "tie_word_embeddings", False):
         patterns += _TIED_COPIES
     return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
+
+
+def lack_of_heads(spec, config, names):
+    """A clause for a config with prediction heads, of which there is no tensor with one of these names; or ""."""
+    first = f"model.layers.{config.num_hidden_layers}." if spec.hugging_face and getattr(config, _HEADS, 0) else None
+    if first is None or any(name.startswith(first) for name in names):
+        return ""
+    return f"; it has no tensor of prediction heads, which `transformers` doesn't save: give model.{_HEADS}=0"
 
 
 def config_document(spec, name, config, carried=None):

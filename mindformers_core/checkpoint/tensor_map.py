@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from mindformers_core.checkpoint.regions import inside, overlap, shape_of, volume, whole
-from mindformers_core.models.spec import EACH
+from mindformers_core.models.spec import EACH, FileTensor
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,6 @@ def boxes_in_files(tensor_map, path, shape, held):
         ValueError: the entry of the map doesn't have every element of the Parameter once.
     """
     letters, tensors = _entry(tensor_map, path)
-    if not tensors:
-        return [(path, tuple(shape), held, None)]
     if len(tensors) == 1 and tensors[0].is_whole:
         return [(_named(tensors[0].name, letters), tuple(shape), held, None)]
     found, count = [], 0
@@ -73,7 +71,7 @@ def placed(tensor_map, path, numbers):
         ValueError: files don't have a tensor for each index of the Parameter's first dim.
     """
     letters, tensors = _entry(tensor_map, path)
-    if not tensors or any(tensor.index[:1] != (EACH,) for tensor in tensors):
+    if any(tensor.index[:1] != (EACH,) for tensor in tensors):
         raise ValueError(
             f"experts of '{path}' can't move, since files have them in one tensor: give the model's tensor_map a file "
             "tensor for each, as models/families/decoders.py has it"
@@ -87,9 +85,9 @@ def placed(tensor_map, path, numbers):
 
 
 def _entry(tensor_map, path):
-    """What the `*` of a pattern stand for in a path, and the `FileTensor`s of the first entry that matches, or none."""
+    """What the `*` of a pattern stand for in a path, and the `FileTensor`s of the first entry that matches."""
     found = ((match.groups(), tensors) for pattern, tensors in tensor_map if (match := _matched(pattern, path)))
-    return next(found, ((), ()))
+    return next(found, ((), (FileTensor(path),)))
 
 
 def _in_file(tensor, index, own, common, held):

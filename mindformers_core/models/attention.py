@@ -41,7 +41,7 @@ class GroupedAttention(nn.Cell):
         self.q_proj = ColumnParallelLinear(config.hidden_size, query_size, **settings)
         self.k_proj = ColumnParallelLinear(config.hidden_size, key_value_size, **settings)
         self.v_proj = ColumnParallelLinear(config.hidden_size, key_value_size, **settings)
-        norms = [HeadNorm(self.head_dim, spec.norm_eps, dtype) if spec.head_norms else None for _ in range(2)]
+        norms = [InnerNorm(self.head_dim, spec.norm_eps, dtype) if spec.head_norms else None for _ in range(2)]
         self.q_norm, self.k_norm = norms
         self.core_attention = CoreAttention(self.head_dim**-0.5, config.attention_dropout)
         self.o_proj = RowParallelLinear(query_size, config.hidden_size, **settings | {"has_bias": spec.output_bias})
@@ -112,8 +112,8 @@ class CoreAttention(nn.Cell):
         return ops.reshape(mixed, (batch, length, heads * value.shape[-1]))
 
 
-class HeadNorm(RMSNorm):
-    """An `RMSNorm` of each head of (batch, length, heads, head_dim), as they are cut."""
+class InnerNorm(RMSNorm):
+    """An `RMSNorm` within a block, as its input is cut: of each head, or of latent vectors."""
 
     def shard(self, config=None):
         return None, None, layout(None)

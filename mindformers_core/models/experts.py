@@ -240,21 +240,17 @@ class MixtureOfExperts(nn.Cell):
     Args:
         router, experts: a `Router` and `RoutedExperts`.
         shared: a Cell of hidden states whose result is added, or None.
-        shared_gate: a Cell of hidden states to one logit (…, 1), whose sigmoid multiplies what `shared` gives, or None.
     """
 
-    def __init__(self, router, experts, shared=None, shared_gate=None):
+    def __init__(self, router, experts, shared=None):
         super().__init__()
-        self.gate, self.experts, self.shared_experts, self.shared_expert_gate = router, experts, shared, shared_gate
+        self.gate, self.experts, self.shared_experts = router, experts, shared
 
     def construct(self, hidden_states, counted=None):
         ids, weights, loss, counts = self.gate(hidden_states, counted)
         output = self.experts(hidden_states, ids, weights)
         if self.shared_experts is not None:
-            shared = self.shared_experts(hidden_states)
-            if self.shared_expert_gate is not None:
-                shared = ops.mul(shared, ops.sigmoid(self.shared_expert_gate(hidden_states)))
-            output = ops.add(output, shared)
+            output = ops.add(output, self.shared_experts(hidden_states))
         return output, loss, counts if self.experts.capacity is None else self._with_dropped(counts, ids, counted)
 
     def _with_dropped(self, counts, ids, counted):

@@ -10,12 +10,11 @@ import mindspore as ms
 from mindspore import nn, ops
 
 from mindformers_core.layout import layout
-from mindformers_core.models.attention import CoreAttention
+from mindformers_core.models.attention import CoreAttention, InnerNorm
 from mindformers_core.models.rotary import apply_rotary
 from mindformers_core.tensor_parallel.layers import (
     ColumnParallelLinear,
     Linear,
-    RMSNorm,
     RowParallelLinear,
     gathered_layout,
 )
@@ -49,10 +48,10 @@ class LatentAttention(nn.Cell):
             self.q_proj = ColumnParallelLinear(hidden, query_size, **settings)
         else:
             self.q_a_proj = LatentLinear(hidden, config.q_lora_rank, **biased)
-            self.q_a_layernorm = LatentNorm(config.q_lora_rank, dtype=dtype)
+            self.q_a_layernorm = InnerNorm(config.q_lora_rank, dtype=dtype)
             self.q_b_proj = ColumnParallelLinear(config.q_lora_rank, query_size, **settings)
         self.kv_a_proj_with_mqa = LatentLinear(hidden, self.rank + self.turned, **biased)
-        self.kv_a_layernorm = LatentNorm(self.rank, dtype=dtype)
+        self.kv_a_layernorm = InnerNorm(self.rank, dtype=dtype)
         self.kv_b_proj = ColumnParallelLinear(self.rank, self.num_heads * (self.plain + self.value_size), **settings)
         self.core_attention = CoreAttention(
             self.size**-0.5 * _amplitude(config.rope_scaling) ** 2, config.attention_dropout
@@ -104,13 +103,6 @@ class LatentLinear(Linear):
 
     def shard(self, config=None):
         return gathered_layout(config), None, self.own_layouts(weight=layout(None, None), bias=layout(None))
-
-
-class LatentNorm(RMSNorm):
-    """An `RMSNorm` of latent vectors."""
-
-    def shard(self, config=None):
-        return None, None, layout(None)
 
 
 def _amplitude(scaling):

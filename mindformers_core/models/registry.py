@@ -9,10 +9,8 @@ from mindformers_core.models.families import deepseek_v3, gpt2, llama, mixtral, 
 from mindformers_core.models.spec import ModelSpec
 
 DEFAULT_MODEL = "llama"
-_FAMILIES = {
-    "qwen3": qwen3, "qwen3_moe": qwen3_moe, "mixtral": mixtral, "gpt2": gpt2, "deepseek_v3": deepseek_v3,
-}  # fmt: skip
-MODELS = MappingProxyType({DEFAULT_MODEL: llama.SPEC} | {name: family.SPEC for name, family in _FAMILIES.items()})
+_FAMILIES = llama, qwen3, qwen3_moe, mixtral, gpt2, deepseek_v3
+MODELS = MappingProxyType({family.FORMAT.model_type: family.SPEC for family in _FAMILIES})
 
 
 def model_spec(name):

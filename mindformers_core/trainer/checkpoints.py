@@ -8,7 +8,13 @@ import mindspore as ms
 from mindformers_core.checkpoint.adapters import export, parameter_name
 from mindformers_core.checkpoint.checkpointer import Checkpointer
 from mindformers_core.checkpoint.folders import find_checkpoint, newest_checkpoint, step_folder
-from mindformers_core.checkpoint.hugging_face import check_config, config_document, ignored_tensors, tensor_map
+from mindformers_core.checkpoint.hugging_face import (
+    check_config,
+    config_document,
+    ignored_tensors,
+    lack_of_heads,
+    tensor_map,
+)
 from mindformers_core.checkpoint.index import CONFIG, encode_json
 from mindformers_core.checkpoint.load import open_checkpoint
 from mindformers_core.checkpoint.mindspore_files import read_ckpt, write_ckpt
@@ -128,8 +134,10 @@ def fill(checkpoint, parts, recipe, mesh, rank, converts=True):
     Raises:
         ValueError: on all ranks: tensors that differ from the model's, a damaged file. OSError: one can't be read.
     """
-    ignored = ignored_tensors(recipe.spec, [name for _, name in checkpoint.tensors], recipe.model)
-    with errors_at("checkpoint.load_path: ", _changes(recipe, checkpoint, ("model",)), (OSError, ValueError)):
+    names = [name for group, name in checkpoint.tensors if group == "model"]
+    ignored = ignored_tensors(recipe.spec, names, recipe.model)
+    behind = _changes(recipe, checkpoint, ("model",)) + lack_of_heads(recipe.spec, recipe.model, names)
+    with errors_at("checkpoint.load_path: ", behind, (OSError, ValueError)):
         return load_parameters(checkpoint, parts, ranks_of(mesh, rank), converts, ignored)
 
 

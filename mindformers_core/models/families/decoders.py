@@ -37,8 +37,9 @@ def _divided(config):
     return list(dict.fromkeys(pairs))
 
 
-def expert_tensors(config, layer="model.layers.*."):
-    """A tensor map of the experts of these layers, of which files have each one's three weights."""
-    name, ours = "model.layers.*.mlp.experts.", f"{layer}mlp.experts."
-    halves = tuple(FileTensor(f"{name}#.{half}_proj.weight", (EACH, k), 2) for k, half in enumerate(("gate", "up")))
-    return (f"{ours}gate_up_proj", halves), (f"{ours}down_proj", (FileTensor(f"{name}#.down_proj.weight", (EACH,), 1),))
+def expert_tensors(config, layer="model.layers.*.", block="mlp", names=("gate_proj", "up_proj", "down_proj")):
+    """A tensor map of the experts of these layers, of which files have each one's three weights, in this block."""
+    gate, up, down = (f"model.layers.*.{block}.experts.#.{name}.weight" for name in names)
+    halves = FileTensor(gate, (EACH, 0), 2), FileTensor(up, (EACH, 1), 2)
+    ours = f"{layer}mlp.experts."
+    return (f"{ours}gate_up_proj", halves), (f"{ours}down_proj", (FileTensor(down, (EACH,), 1),))

@@ -3,9 +3,9 @@
 from dataclasses import dataclass, replace
 
 from mindformers_core.models.configuration import LlamaConfig
-from mindformers_core.models.families.decoders import decoder_spec
+from mindformers_core.models.families.decoders import decoder_spec, expert_tensors
 from mindformers_core.models.families.llama import FIXED, KEYS
-from mindformers_core.models.spec import EACH, FileTensor, HuggingFaceFormat
+from mindformers_core.models.spec import FileTensor, HuggingFaceFormat
 from mindformers_core.ranges import bounded
 
 
@@ -37,13 +37,9 @@ class MixtralConfig(LlamaConfig):
 
 
 def _tensor_map(config):
-    ours, theirs = "model.layers.*.mlp.", "model.layers.*.block_sparse_moe."
-    halves = tuple(FileTensor(f"{theirs}experts.#.w{name}.weight", (EACH, half), 2) for half, name in enumerate((1, 3)))
-    return (
-        (f"{ours}gate.weight", (FileTensor(f"{theirs}gate.weight"),)),
-        (f"{ours}experts.gate_up_proj", halves),
-        (f"{ours}experts.down_proj", (FileTensor(f"{theirs}experts.#.w2.weight", (EACH,), 1),)),
-    )
+    block, router = "block_sparse_moe", "model.layers.*.{}.gate.weight"
+    experts = expert_tensors(config, block=block, names=("w1", "w3", "w2"))
+    return (router.format("mlp"), (FileTensor(router.format(block)),)), *experts
 
 
 FORMAT = HuggingFaceFormat(
