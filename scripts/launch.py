@@ -16,7 +16,7 @@ import sys
 import time
 from pathlib import Path
 
-from processes import become_subreaper, is_gone, kill_children
+from processes import become_subreaper, kill_children
 
 from mindformers_core.hangs.board import process_state
 from mindformers_core.supervised import FOLDER, FOR_OTHERS
@@ -113,7 +113,9 @@ def run(args):
     first = args.node_rank * args.local_worker_num
     logs = {rank: args.log_dir / f"worker_{rank}.log" for rank in range(first, first + args.local_worker_num)}
     args.log_dir.mkdir(parents=True, exist_ok=True)
-    remove_old_logs(args)
+    for log in args.log_dir.glob("worker_*.log"):  # of an earlier launch of more
+        if (number := log.stem.removeprefix("worker_")).isdecimal() and int(number) >= args.worker_num:
+            log.unlink(missing_ok=True)
     become_subreaper()
     print(f"{args.local_worker_num} of {args.worker_num} workers start here, logs in {args.log_dir}", flush=True)
     ending = []  # once workers are asked to leave, the time when those that haven't left are killed
@@ -133,26 +135,11 @@ def run(args):
         processes = start(args, logs)
         failures = watch(processes, follower, ending)
     finally:
-        kill_children(os.getpid())
+        kill_children()
     follower.show(last=True)
     failures = failures or {who: process.returncode for who, process in processes.items() if process.wait()}
     began = min(failures.items(), key=lambda failure: failure[1] == FOR_OTHERS, default=None)
     return report(*began, args.log_dir, logs) if began else 0
-
-
-def remove_old_logs(args):
-    """Remove logs of an earlier launch: those that this machine writes, and those of ranks that there aren't now.
-
-    Other machines may have begun to write theirs, in the same folder.
-    """
-    first = args.node_rank * args.local_worker_num
-    others = {*range(args.worker_num)}.difference(range(first, first + args.local_worker_num))
-    for log in args.log_dir.glob("worker_*.log"):
-        number = log.stem.removeprefix("worker_")
-        if number.isdecimal() and int(number) not in others:
-            log.unlink(missing_ok=True)
-    if args.node_rank == 0:
-        (args.log_dir / "scheduler.log").unlink(missing_ok=True)
 
 
 def start(args, logs):
@@ -187,21 +174,22 @@ def watch(processes, follower, ending):
     end. `ending`: a list, which has the time of their end once workers are to leave. No process is reaped:
     watchers read exit codes, too.
     """
-    failures, deadline, asked, scheduler = {}, math.inf, False, processes.get(SCHEDULER)
+    failures, deadline, asked = {}, math.inf, False
     workers, running = processes.keys() - {SCHEDULER}, processes
     while running and time.monotonic() < min([deadline, *ending]):
         time.sleep(POLL_SECONDS)
         follower.show()
-        if FOLDER in os.environ and scheduler and not (ending or failures) and is_gone(scheduler.pid):
+        states = {who: process_state(process.pid) for who, process in processes.items()}
+        letter, code, _ = states.get(SCHEDULER, ("", 0, 0))
+        if FOLDER in os.environ and not (ending or failures) and (letter == "T" or code < 0):
             print("msrun_launch.sh: the scheduler is gone: workers leave", file=sys.stderr)
             failures[SCHEDULER] = -signal.SIGKILL
-            scheduler.kill()  # ranks that leave would wait for one that is stopped
+            processes[SCHEDULER].kill()  # ranks that leave would wait for one that is stopped
             ending.append(time.monotonic() + int(GRACE))
         if ending and not asked:
             asked = True
             for who in workers:
                 os.kill(processes[who].pid, signal.SIGTERM)
-        states = {who: process_state(process.pid) for who, process in processes.items()}
         failed = [(who, states[who][1]) for who in workers if states[who][1]]
         for who, code in sorted(failed, key=lambda failure: failure[1] > 0):  # others may have failed of a signal's
             failures.setdefault(who, code)

@@ -22,23 +22,10 @@ def end_with_parent():
     ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGTERM)
 
 
-def is_gone(pid):
-    """Whether a process has ended by a signal, or is stopped by one."""
-    letter, code, _ = process_state(pid)
-    return letter == "T" or code < 0
-
-
-def children(pid, recursive=False):
-    """Child processes of `pid`; none if it is gone."""
-    with suppress(psutil.Error):
-        return psutil.Process(pid).children(recursive=recursive)
-    return []
-
-
-def kill_children(pid):
-    """Kill everything that `pid` has started, also what begins meanwhile."""
+def kill_children():
+    """Kill everything that this process has started, also what begins meanwhile."""
     for _ in range(20):
-        running = [child for child in children(pid, recursive=True) if process_state(child.pid)[0] not in ("Z", "")]
+        running = [each for each in psutil.Process().children(recursive=True) if process_state(each.pid)[0] not in "Z"]
         for child in running:
             with suppress(psutil.Error):
                 child.kill()
