@@ -22,7 +22,7 @@ setup(
     license="Apache-2.0",
     packages=find_packages(include=["mindformers_core", "mindformers_core.*"]),
     python_requires=">=3.10,<3.13",
-    # We import scipy (initial values) and psutil (msrun_watch.py, tests), too: MindSpore 2.10 itself requires both.
+    # We import scipy (initial values) and psutil (scripts/launch.py, tests), too: MindSpore 2.10 itself requires both.
     install_requires=["mindspore==2.10.*", "numpy>=1.26,<2", "pyyaml"],
     extras_require=EXTRAS,
 )

@@ -1,15 +1,16 @@
 """The machines of a job, each of which has a supervisor: which of them start together, and which have gone.
 
-They tell it in a folder that all see: each machine, several times a second, the number of the last start that is over
-for it; the first one, whose address is the scheduler's, what it starts. Nothing else decides.
+They tell it in a folder that all see: each machine, every other second, the number of the last start that is over for
+it; the first one, whose address is the scheduler's, what it starts. Nothing else decides.
 """
 
 import json
+import time
 from contextlib import suppress
 
 from mindformers_core.files import write_whole
 
-SILENT = 10.0  # seconds without a sign after which a machine is gone
+SIGN, SILENT = 2.0, 10.0  # seconds between signs; those without one after which a machine is gone
 
 
 class Machines:
@@ -18,6 +19,7 @@ class Machines:
     def __init__(self, folder, own, count):
         self.folder, self.own, self.count, self.members = folder, own, count, []  # machines of the start that runs
         self.number = self.begun = self.start()["number"]  # of the last start that is over for this machine
+        self._told, self._next = None, 0.0  # the last sign; when it is given again
 
     def start(self):
         """The newest start that the first machine has told, a dict with its `number`, from 1, and `machines`."""
@@ -38,10 +40,13 @@ class Machines:
 
     def sign(self, end=None):
         """Tell the others, if there are any, that this machine is there; or the exit code with which it has ended."""
+        told = {"number": self.number, "end": end}
+        if self.count == 1 or told == self._told and time.monotonic() < self._next:
+            return
         with suppress(OSError):  # a machine that can't write there isn't there
-            if self.count > 1:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                write_whole(self.folder / f"{self.own}.json", json.dumps({"number": self.number, "end": end}))
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_whole(self.folder / f"{self.own}.json", json.dumps(told))
+            self._told, self._next = told, time.monotonic() + SIGN
 
     def forget(self):
         """This machine goes, and may come back."""
@@ -54,8 +59,8 @@ class Machines:
         for path in self.folder.glob("[0-9]*.json"):
             with suppress(FileNotFoundError):  # it goes
                 found[int(path.stem)] = (path.stat().st_mtime, json.loads(path.read_text()))
-        now = max([time for time, _ in found.values()], default=0)  # by the clock of the folder
-        return {machine: told | {"is_there": now - time < SILENT} for machine, (time, told) in sorted(found.items())}
+        now = max([when for when, _ in found.values()], default=0)  # by the clock of the folder
+        return {machine: told | {"is_there": now - when < SILENT} for machine, (when, told) in sorted(found.items())}
 
 
 def free_machines(signs, number):

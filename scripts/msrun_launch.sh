@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Starts one process per device with msrun, and fails when one of them fails. The arguments are those of MindSpore Transformers.
+# Starts one process per device, as msrun does, and fails when one of them fails. The arguments are those of MindSpore Transformers.
 set -euo pipefail
 # shellcheck source=scripts/environment.sh
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
@@ -58,7 +58,7 @@ if [ "${RESTARTS:-0}" != 0 ]; then
     [ "$local_workers" = "{workers}" ] || [ -z "${EXCLUDE:-}" ] ||
         fail "EXCLUDE names processes of one machine, and this job has several: leave it out"
 fi
-exec "${supervisor[@]}" "$python" "$ROOT/scripts/msrun_watch.py" --worker_num="$workers" \
+exec "${supervisor[@]}" "$python" "$ROOT/scripts/launch.py" --worker_num="$workers" \
     --local_worker_num="$local_workers" --master_addr="${4:-127.0.0.1}" --master_port="${5:-8118}" \
     --node_rank="$machine" --log_dir="${7:-output/msrun_log}" --join="${8:-True}" \
     --cluster_time_out="${9:-${REJOIN_TIMEOUT:-7200}}" -- "${command[@]}"

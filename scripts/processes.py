@@ -1,4 +1,4 @@
-"""The processes of a launch: whose child is which, which of them have ended, and how; the end of all."""
+"""The processes of a launch: their end with their parent, and that of all."""
 
 import ctypes
 import signal
@@ -22,41 +22,10 @@ def end_with_parent():
     ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGTERM)
 
 
-def is_gone(pid):
-    """Whether a process has ended by a signal, or is stopped by one."""
-    letter, code, _ = process_state(pid)
-    return letter == "T" or code < 0
-
-
-def process_ranks(msrun_pid):
-    """`{pid: rank}` of msrun's living workers, as their environments say; and the pid of its scheduler, or None."""
-    ranks, scheduler = {}, None
-    for child in children(msrun_pid):
-        with suppress(psutil.Error):
-            role, rank = map(child.environ().get, ("MS_ROLE", "RANK_ID"))
-            if role == "MS_WORKER" and (rank or "").isdigit():
-                ranks[child.pid] = int(rank)
-            scheduler = child.pid if role == "MS_SCHED" else scheduler
-    return ranks, scheduler
-
-
-def failed_workers(ranks):
-    """`(rank, exit code)` of workers that have failed, and that msrun hasn't noticed yet; first those of a signal."""
-    found = [(rank, process_state(pid)[1]) for pid, rank in ranks.items()]
-    return sorted((failure for failure in found if failure[1]), key=lambda failure: failure[1] > 0)
-
-
-def children(pid, recursive=False):
-    """Child processes of `pid`; none if it is gone."""
-    with suppress(psutil.Error):
-        return psutil.Process(pid).children(recursive=recursive)
-    return []
-
-
-def kill_children(pid):
-    """Kill everything that `pid` has started, also what begins meanwhile."""
+def kill_children():
+    """Kill everything that this process has started, also what begins meanwhile."""
     for _ in range(20):
-        running = [child for child in children(pid, recursive=True) if process_state(child.pid)[0] not in ("Z", "")]
+        running = [each for each in psutil.Process().children(recursive=True) if process_state(each.pid)[0] not in "Z"]
         for child in running:
             with suppress(psutil.Error):
                 child.kill()

@@ -272,7 +272,7 @@ class Supervisor:
             if not is_told and (self.signal or leaves):
                 is_told = True
                 self.child.send_signal(signal.SIGINT if self.signal == signal.SIGINT else signal.SIGTERM)
-        kill_children(os.getpid())
+        kill_children()
         code, self.child = self.child.returncode, None
         return 128 - code if code < 0 else code, leaves
 

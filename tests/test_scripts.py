@@ -325,4 +325,4 @@ def test_arguments_are_those_of_mindspore_transformers(clone, tmp_path, argument
     options = " ".join(f"--{name}={value}" for name, value in zip((*names, "cluster_time_out"), expected.split()))
     path = fake_path(tmp_path / "bin", python3=pretend_python())
     done = in_clone(clone, "msrun_launch.sh", path, "a.py x", *arguments)
-    assert done.stdout.strip().endswith(f"msrun_watch.py {options} -- a.py x"), done.stdout
+    assert done.stdout.strip().endswith(f"launch.py {options} -- a.py x"), done.stdout

@@ -8,6 +8,7 @@ import gc
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import product
 
 import mindspore as ms
@@ -106,6 +107,22 @@ def test_parts_and_whole_tensors_go_from_rank_to_rank(groups):
     found = together([lambda g=g, each=each: g.exchange(each, range(size)) for g, each in zip(groups, parts)])
     for to, (rank, part) in product(range(size), enumerate(parts)):
         np.testing.assert_array_equal(found[to][rank].asnumpy(), part[to].asnumpy())
+
+
+def test_as_many_rows_go_from_rank_to_rank_as_there_are(groups):
+    """Zeros are behind them; of few rows and many, small and wide, in several pieces."""
+    size, random = len(groups), np.random.default_rng(7)
+    for rows, *others in ((3, 5), (40, 7, 1001), (5, _HALF // 4 + 3), (9000, 64)):
+        sizes = random.integers(0, rows + 1, (size, size))
+        sizes[0] = 0, *[rows] * (size - 1)
+        xs = [random.normal(size=(size, rows, *others)).astype(np.float32) for _ in range(size)]
+        calls = [
+            partial(g.exchange_rows, ms.Tensor(x), sizes[me].tolist(), sizes[:, me].tolist())
+            for me, (g, x) in enumerate(zip(groups, xs))
+        ]
+        for me, found in enumerate(together(calls)):
+            kept = np.arange(rows).reshape(rows, *[1] * len(others)) < sizes[:, me].reshape(size, *[1] * found[0].ndim)
+            np.testing.assert_array_equal(found.asnumpy(), np.stack([x[me] for x in xs]) * kept)
 
 
 def test_every_dtype_is_gathered_bit_for_bit():

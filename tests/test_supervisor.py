@@ -25,7 +25,7 @@ from mindformers_core.trainer.leaving import Leaving
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "scripts"))
 
-import msrun_watch  # noqa: E402
+import launch  # noqa: E402
 import supervisor  # noqa: E402
 from machines import SILENT, Machines, end_of_job, free_machines, is_awaited  # noqa: E402
 
@@ -98,9 +98,9 @@ def test_pauses_and_the_limit_in_time(tmp_path, monkeypatch):
 
 def test_seconds_until_an_end_is_noticed():
     """Of a death 2 at most, and 5 after the deadline of a hang: how often all that look do so, and what they wait."""
-    death = watcher._POLL + watcher._BY_ITSELF + msrun_watch.POLL_SECONDS + supervisor.POLL_SECONDS
+    death = watcher._POLL + watcher._BY_ITSELF + launch.POLL_SECONDS + supervisor.POLL_SECONDS
     assert death <= 2 and death + board._STACK_TIME + watcher._ALL_REPORTED + watcher._BY_ITSELF <= 5
-    assert int(msrun_watch.GRACE) > Checkpoint().grace + 5, "the end by the workers' own grace comes first"
+    assert int(launch.GRACE) > Checkpoint().grace + 5, "the end by the workers' own grace comes first"
 
 
 def test_a_process_ends_after_its_grace(monkeypatch, one_rank):

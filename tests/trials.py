@@ -65,13 +65,14 @@ class Job:
 
     def __init__(self, folder, ranks, *overrides, machine=0, machines=1, **variables):
         self.run, self.port, self.points = folder / "run", free_port(), folder / "points"
+        self.local = ranks // machines
         self.points.mkdir(parents=True, exist_ok=True)
         self.is_async, self.whole = "checkpoint.async_save=True" in overrides, {}  # step of a checkpoint -> time
         dataset = RECIPE["train_dataset"] | {"options": {"points": str(self.points)}}
         (folder / "recipe.yaml").write_text(yaml.safe_dump(RECIPE | {"train_dataset": dataset}))
         words = self.words(folder / "recipe.yaml", *overrides)
         place = ["127.0.0.1", self.port, machine, folder / "log", "True", 60]
-        command = ["bash", ROOT / "scripts/msrun_launch.sh", " ".join(words), ranks, ranks // machines, *place]
+        command = ["bash", ROOT / "scripts/msrun_launch.sh", " ".join(words), ranks, self.local, *place]
         self.told = folder / "log" / f"supervisor.{gethostname()}.{machine}"
         self.output = folder / f"output_{machine}.txt"
         path = os.pathsep.join(map(str, self.path))
@@ -171,7 +172,7 @@ class Job:
 
 
 class StandIn(Job):
-    """A job of ranks that start in milliseconds: `support/stand_in/worker.py`, with a launcher in the place of msrun.
+    """A job of ranks that start in milliseconds: `support/stand_in/worker.py`.
 
     What it shares with a job of a recipe: launch script, supervisor, watchers, supervised steps, checkpoints.
     """
@@ -179,7 +180,7 @@ class StandIn(Job):
     path, steps = (STAND_IN, ROOT, TESTS), STEPS
 
     def words(self, recipe, *overrides):
-        return [str(STAND_IN / "worker.py"), *map(str, (self.run, self.points, self.steps, self.is_async))]
+        return [str(STAND_IN / "worker.py"), *map(str, (self.run, self.points, self.steps, self.is_async, self.local))]
 
     def calm_rows(self, ranks):
         self.end()  # what it computes is known

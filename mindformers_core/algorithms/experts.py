@@ -9,6 +9,7 @@ import numpy as np
 from mindspore import Tensor, dtype as mstype, ops
 
 from mindformers_core.algorithms.compiled import in_graph, on_cpu
+from mindformers_core.mindspore_private import outside_of_meta
 
 ACTIVATIONS = {"silu": ops.silu, "gelu": ops.gelu, "relu": ops.relu}
 _product = ops.BatchMatMul()
@@ -46,7 +47,7 @@ def within_capacity(ids, count, capacity):
     grouped = ops.reshape(ids, (-1, size, ids.shape[-1]))
     groups, _, each = grouped.shape
     ordered = ops.reshape(ops.transpose(grouped, (0, 2, 1)), (groups, -1))
-    first = ops.reshape(ops.arange(groups).astype(mstype.int32) * count, (-1, 1))
+    first = ops.reshape(_numbers(groups) * count, (-1, 1))
     keys = ops.where(ops.less(ordered, 0), groups * count, ordered + first)
     places, _ = ranked(ops.reshape(keys, (-1,)), groups * count + 1)
     places = ops.transpose(ops.reshape(places, (groups, each, size)), (0, 2, 1))
@@ -59,7 +60,7 @@ def places_of_choices(ids, owners, ranks, most, capacity):
     Args:
         ids, capacity: as of the operator `Experts`.
         owners: int32 (2, experts + 1): for -1 and every expert, the number of the rank that has it, and its own number
-            there; -1 where no rank that gets tokens has it.
+            there; `ranks` and -1 where no rank that gets tokens has it.
         ranks, most: shape of what is sent: so many choices at most go to one rank.
 
     Returns:
@@ -70,13 +71,12 @@ def places_of_choices(ids, owners, ranks, most, capacity):
         ids = within_capacity(ids, owners.shape[1] - 1, capacity)
     total, flat = ids.shape[0] * ids.shape[1], ops.reshape(ids, (-1,)) + 1
     rank, local = ops.gather(owners[0], flat, 0), ops.gather(owners[1], flat, 0)
-    places, _ = ranked(ops.where(ops.less(rank, 0), ranks, rank), ranks + 1)
-    places = ops.where(ops.less(rank, 0), ranks * most, rank * most + places)
-    nothing = ops.zeros((ranks * most + 1,), mstype.int32)
-    numbers = ops.arange(total).astype(mstype.int32)
-    taken = ops.tensor_scatter_elements(nothing + total, places, numbers, 0)[:-1]
-    local = ops.tensor_scatter_elements(nothing - 1, places, local, 0)[:-1]
-    return ops.reshape(taken, (ranks, most)), ops.reshape(places, ids.shape), ops.reshape(local, (ranks, most))
+    places, _ = ranked(rank, ranks + 1)
+    places = ops.minimum(rank * most + places, ranks * most)
+    taken, numbers = _constants(ranks * most + 1, total, -1)
+    taken = ops.tensor_scatter_elements(taken, places, _numbers(total), 0)[:-1]
+    numbers = ops.tensor_scatter_elements(numbers, places, local, 0)[:-1]
+    return ops.reshape(taken, (ranks, most)), ops.reshape(places, ids.shape), ops.reshape(numbers, (ranks, most))
 
 
 def sizes_of_rows(sent, received):
@@ -103,8 +103,22 @@ def ranked(keys, count):
     order = ops.argsort(keys)
     counts = ops.unsorted_segment_sum(ops.ones_like(keys), keys, count)
     first = ops.cumsum(counts, 0) - counts
-    places = ops.arange(keys.shape[0]).astype(mstype.int32) - ops.gather(first, ops.gather(keys, order, 0), 0)
+    places = _numbers(keys.shape[0]) - ops.gather(first, ops.gather(keys, order, 0), 0)
     return ops.gather(places, ops.argsort(order), 0), counts
+
+
+@ops.constexpr
+def _numbers(count):
+    """0 … count - 1; `ops.arange` and its cast take CPU as long as a product of the numbers' rows."""
+    with outside_of_meta():
+        return Tensor(np.arange(count, dtype=np.int32))
+
+
+@ops.constexpr
+def _constants(count, *values):
+    """For each value an int32 tensor of so many."""
+    with outside_of_meta():
+        return tuple(Tensor(np.full(count, value, np.int32)) for value in values)
 
 
 def expert_rows(x, ids, gate_up, down, gate_up_bias, down_bias, activation):
@@ -153,7 +167,7 @@ def _by_sizes(x, ids, gate_up, down, gate_up_bias, down_bias, activation):
     """`expert_rows` in graphs whose sizes are data: every expert's rows, and one of zeros, as none have no gradient."""
     count, total, nothing = gate_up.shape[0], ids.shape[0] * ids.shape[1], ops.zeros((1, x.shape[1]), x.dtype)
     flat = ops.reshape(ids, (-1,))
-    keys = ops.cat((ops.where(ops.less(flat, 0), count, flat), ops.arange(count).astype(mstype.int32)), 0)
+    keys = ops.cat((ops.where(ops.less(flat, 0), count, flat), _numbers(count)), 0)
     order = ops.argsort(keys)
     sizes = ops.cast(ops.unsorted_segment_sum(ops.ones_like(keys), keys, count + 1), mstype.int64)
     sizes = [sizes[key].item() for key in range(count + 1)]
@@ -177,8 +191,8 @@ def _by_blocks(x, ids, gate_up, down, gate_up_bias, down_bias, activation):
     first = ops.cat((ends - needed, ops.zeros((1,), mstype.int32)), 0) * size
     places = ops.where(ops.less(flat, 0), blocks * size, ops.gather(first, keys, 0) + places)
     taken = ops.zeros((blocks * size + 1,), mstype.int32) + total
-    taken = ops.tensor_scatter_elements(taken, places, ops.arange(total).astype(mstype.int32), 0)[: blocks * size]
-    owners = ops.expand_dims(ops.arange(blocks).astype(mstype.int32), 1)
+    taken = ops.tensor_scatter_elements(taken, places, _numbers(total), 0)[: blocks * size]
+    owners = ops.expand_dims(_numbers(blocks), 1)
     owners = ops.sum(ops.cast(ops.greater_equal(owners, ops.expand_dims(ends, 0)), mstype.int32), 1)
     owners = ops.minimum(owners, count - 1)  # of blocks that nobody needs
     nothing = ops.zeros((1, hidden), x.dtype)

@@ -98,6 +98,8 @@ class CpuCollective(raw.RawCollective):
             told = self._exchange({place: Tensor([count], mstype.int32) for place, count in enumerate(rows)})
             sizes = rows, ops.cat(told).asnumpy().tolist()
         rows, counts = sizes
+        if shared := _shared(self.group, x):
+            return shared.exchange_rows(x, rows, counts)
         for to in sorted(range(self.size), key=lambda to: (to - self.index) % self.size)[1:]:
             if rows[to]:
                 _send(x[to, : rows[to]], to, self.group)

@@ -124,6 +124,24 @@ class SharedGroup:
                 memory.reshape(1, -1)[piece] = found[origin]
         return [tensor for tensor, _ in made]
 
+    def exchange_rows(self, x, sent, received):
+        """Row i of every rank's tensor (places, rows, …), of any dtype, for place i; zeros behind its rows.
+
+        Args:
+            sent, received: how many rows go to each place, and come from each.
+        """
+        result, memory = empty_tensor(x.dtype, x.shape)
+        source, target = (each.reshape(self.size, -1) for each in (as_bytes(x), memory))
+        size, call = source.shape[1] // x.shape[1], f"exchange {x.dtype} {x.shape}"
+        for _, piece in _pieces((1, source.shape[1]), self.slot_size):
+            parts = {place: row[piece.start : sent[place] * size][: self.slot_size] for place, row in enumerate(source)}
+            parts[self.index] = source[self.index, piece]
+            for place, part in enumerate(self._traded(parts, call)):
+                count = max(0, received[place] * size - piece.start)
+                target[place, piece][:count] = part[:count]
+                target[place, piece][count:] = 0
+        return result
+
     def _share(self, mine, targets, call):
         """All-gather: fill `targets`, an array for every rank, with the arrays that are `mine` on these ranks."""
         _slot(self._half(), 0, mine)[:] = mine

@@ -90,7 +90,7 @@ def own_experts(operator, args, context):
 
 
 def _owners(context, axes, joint, own):
-    """For -1 and every expert: who has it, of those ranks that a rank sends tokens to, and its number there; or -1."""
+    """As of `places_of_choices`: who has it, of those ranks that a rank sends tokens to, and its number there."""
     mesh, count = context.mesh, context.shapes[3][0]
     blocks = np.arange(count) // own
     places = dict(zip(axes, np.unravel_index(blocks, [mesh.axis_size(axis) for axis in axes])))
@@ -100,8 +100,8 @@ def _owners(context, axes, joint, own):
     owner = np.zeros(count, int)
     for axis in joint:
         owner = owner * mesh.axis_size(axis) + places[axis]
-    table = np.where(here, [owner, np.arange(count) % own], -1)
-    return np.concatenate([np.full((2, 1), -1), table], 1).astype(np.int32)
+    none = [[mesh.axis_size(*joint)], [-1]]
+    return np.hstack([none, np.where(here, [owner, np.arange(count) % own], none)]).astype(np.int32)
 
 
 def _exchanged(context, x, _=None):

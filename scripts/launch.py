@@ -1,9 +1,8 @@
-"""Runs msrun, shows this machine's first worker, and fails when a worker fails. `msrun_launch.sh` calls this.
+"""Starts workers as msrun does, shows this machine's first one, and fails when one fails. `msrun_launch.sh` calls this.
 
-Left alone, msrun waits for its scheduler after a worker has failed: 30 s if the ranks had met, CLUSTER_TIME_OUT
-(7200 s) if they had not. It also leaves its workers running when it is terminated, and what a killed worker has
-started. Here the scheduler gets a few seconds, SIGTERM is passed on to workers, and nothing that was started stays
-behind.
+msrun itself waits for its scheduler after a worker has failed: 30 s if the ranks had met, CLUSTER_TIME_OUT (7200 s) if
+they had not. It kills all others at once, and leaves workers running when it is terminated. Here the others get a few
+seconds for their reports, SIGTERM is passed on to workers, and nothing that was started stays behind.
 """
 
 import argparse
@@ -15,19 +14,19 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
-from processes import become_subreaper, failed_workers, is_gone, kill_children, process_ranks
+from processes import become_subreaper, kill_children
+
+from mindformers_core.hangs.board import process_state
+from mindformers_core.supervised import FOLDER, FOR_OTHERS
 
 POLL_SECONDS = 0.2
-SCHEDULER_GRACE_SECONDS = 3
+OTHERS_SECONDS = 3  # of the other workers, after one has failed
 GRACE = os.environ.get("GRACE") or "40"  # seconds after SIGTERM, more than checkpoint.grace
 LAST_LINES = 30
 NUMBERS = ("worker_num", "local_worker_num", "master_port", "node_rank", "cluster_time_out")  # msrun's options
-SCHEDULER = "scheduler"  # the rank of the scheduler, where that began the end
-FOR_OTHERS = 75  # exit code of a worker that ends for others, or as a signal asks: mindformers_core.supervised
-WORKER_FAILED = re.compile(r"Worker process (\d+) exit with exception\. Error code: (-?\d+)")
+SCHEDULER = "scheduler"  # beside ranks
 # The report of a hang (mindformers_core.hangs.report), and the lines that tell why a worker failed by itself
 REPORT = re.compile(r"^.*\nWhere the ranks are:\n(?:(?:- |Python stack |    |\d+ more |Where ).*\n?)+", re.MULTILINE)
 CAUSE = re.compile(r"^(Traceback \(most recent call last\)|error: )", re.MULTILINE)
@@ -48,8 +47,7 @@ def main():
     args.command = sys.argv[split + 1 :]
     try:
         check_counts(args)
-        if args.node_rank == 0:
-            args.master_port = check_port(args.master_addr, args.master_port, args.local_worker_num == args.worker_num)
+        args.master_addr, args.master_port = check_address(args)
     except ValueError as error:
         parser.exit(2, f"msrun_launch.sh: {error}\n")
     sys.exit(run(args))
@@ -78,14 +76,15 @@ def check_counts(args):
         raise ValueError("MASTER_PORT 0 (a free one) needs all workers on one machine: choose a port that all know")
 
 
-def check_port(address, port, one_machine):
-    """The port to use, after trying to listen on it: `port`, or a free one for 0.
+def check_address(args):
+    """The scheduler's address and port; on its machine after trying to listen there: a free port for 0.
 
     Raises:
         ValueError: the address isn't known or isn't this machine's, or the port is in use.
     """
+    address, port = args.master_addr, args.master_port
     try:
-        family, _, _, _, target = socket.getaddrinfo(address.strip("[]"), port, type=socket.SOCK_STREAM)[0]
+        family, _, _, _, target = min(socket.getaddrinfo(address.strip("[]"), port, type=socket.SOCK_STREAM))
     except socket.gaierror as error:
         raise ValueError(f"MASTER_ADDR {address!r} is no address known here: {error.strerror}") from error
 
@@ -94,13 +93,14 @@ def check_port(address, port, one_machine):
             return probe.getsockname()[1]
 
     try:
-        return listen_once(port)
+        return target[0], listen_once(port) if args.node_rank == 0 else port
     except PermissionError as error:
         raise ValueError(f"MASTER_PORT {port} on {address}: not allowed to listen there") from error
     except OSError as error:
         try:
             free = listen_once(0)
         except OSError:
+            one_machine = args.local_worker_num == args.worker_num
             advice = "leave it out" if one_machine else "start NODE_RANK 0 on the machine with that address"
             raise ValueError(f"MASTER_ADDR {address} is not an address of this machine: {advice}") from error
         raise ValueError(
@@ -109,11 +109,13 @@ def check_port(address, port, one_machine):
 
 
 def run(args):
-    """Start msrun and see it through. Returns the exit code for the shell."""
+    """Start the workers and see them through. Returns the exit code for the shell."""
     first = args.node_rank * args.local_worker_num
     logs = {rank: args.log_dir / f"worker_{rank}.log" for rank in range(first, first + args.local_worker_num)}
     args.log_dir.mkdir(parents=True, exist_ok=True)
-    remove_old_logs(args)
+    for log in args.log_dir.glob("worker_*.log"):  # of an earlier launch of more
+        if (number := log.stem.removeprefix("worker_")).isdecimal() and int(number) >= args.worker_num:
+            log.unlink(missing_ok=True)
     become_subreaper()
     print(f"{args.local_worker_num} of {args.worker_num} workers start here, logs in {args.log_dir}", flush=True)
     ending = []  # once workers are asked to leave, the time when those that haven't left are killed
@@ -125,92 +127,76 @@ def run(args):
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, hear)
-    with (args.log_dir / f"msrun_{args.node_rank}.log").open("w+", errors="replace") as msrun_log:
-        streams = {"stdin": subprocess.DEVNULL, "stdout": msrun_log, "stderr": msrun_log}
-        msrun = subprocess.Popen(msrun_command(args), start_new_session=True, env=worker_environment(), **streams)
-        joined = args.join == "True"
-        try:
-            failure = watch(msrun, msrun_log, Follower(logs[first]), ending) if joined else None
-        finally:
-            if joined:
-                kill_children(os.getpid())
-        code = msrun.wait()
-    if code or failure:
-        return report(failure, code, args.log_dir, logs, Path(msrun_log.name))
-    return 0
+    if args.join == "False":
+        start(args, logs)
+        return 0
+    follower = Follower(logs[first])
+    try:
+        processes = start(args, logs)
+        failures = watch(processes, follower, ending)
+    finally:
+        kill_children()
+    follower.show(last=True)
+    failures = failures or {who: process.returncode for who, process in processes.items() if process.wait()}
+    began = min(failures.items(), key=lambda failure: failure[1] == FOR_OTHERS, default=None)
+    return report(*began, args.log_dir, logs) if began else 0
 
 
-def remove_old_logs(args):
-    """Remove logs of an earlier launch: those that this machine writes, and those of ranks that there aren't now.
+def start(args, logs):
+    """The processes, by rank, of the workers of this machine, and of the scheduler on the first one, `SCHEDULER`.
 
-    Other machines may have begun to write theirs, in the same folder.
+    Output is unbuffered, so that logs are live and a killed worker's last lines are kept; MindSpore's own log is quiet
+    unless GLOG_v is set.
     """
-    first = args.node_rank * args.local_worker_num
-    others = {*range(args.worker_num)}.difference(range(first, first + args.local_worker_num))
-    for log in args.log_dir.glob("worker_*.log"):
-        number = log.stem.removeprefix("worker_")
-        if number.isdecimal() and int(number) not in others:
-            log.unlink(missing_ok=True)
+    job = {"MS_WORKER_NUM": args.worker_num, "RANK_SIZE": args.worker_num, "MS_TOPO_TIMEOUT": args.cluster_time_out}
+    job |= {"MS_SCHED_HOST": args.master_addr, "MS_SCHED_PORT": args.master_port, "PYTHONUNBUFFERED": 1}
+    own = {
+        rank: {"MS_ROLE": "MS_WORKER", "MS_NODE_ID": rank, "RANK_ID": rank, "DEVICE_ID": device}
+        for device, rank in enumerate(logs)
+    }
     if args.node_rank == 0:
-        (args.log_dir / "scheduler.log").unlink(missing_ok=True)
+        own[SCHEDULER] = {"MS_ROLE": "MS_SCHED", "RANK_ID": 0}
+    found = {}
+    for who, given in own.items():
+        variables = {name: str(value) for name, value in (job | given).items()}
+        with logs.get(who, args.log_dir / "scheduler.log").open("w") as log:
+            found[who] = subprocess.Popen(
+                [sys.executable, *args.command], env={"GLOG_v": "3", **os.environ, **variables},
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+            )  # fmt: skip
+    return found
 
 
-def msrun_command(args):
-    """Argument list of msrun, with this Python for msrun and for the workers."""
-    given = [f"--{name}={getattr(args, name)}" for name in (*NUMBERS, "master_addr", "log_dir", "join")]
-    # No worker has this rank: we show the first one's log ourselves, to its last line.
-    given.append(f"--tail_worker_log={args.worker_num}")
-    return [sys.executable, "-m", "mindspore.parallel.cluster.run", *given, "python3", *args.command]
-
-
-def worker_environment():
-    """Ours, with this Python first on PATH (msrun starts workers by the bare name `python3`), output unbuffered so
-    that logs are live and a killed worker's last lines are kept, and MindSpore's own log quiet unless GLOG_v is set."""
-    path = os.path.dirname(sys.executable) + os.pathsep + os.environ.get("PATH", "")
-    return {"GLOG_v": "3", **os.environ, "PATH": path, "PYTHONUNBUFFERED": "1"}
-
-
-def watch(msrun, msrun_log, follower, ending):
-    """Wait for msrun to end. Returns `(rank or None, exit code)` of the worker that began the end, or `None`.
+def watch(processes, follower, ending):
+    """Wait until all have ended, or are to be killed. Returns `{rank: exit code}` of those that failed, in this order.
 
     Under a supervisor workers leave, and are started again, where the scheduler is gone: without it they fail at their
-    end. Its rank is here "scheduler". `ending`: a list, which has the time of their end once workers are to leave.
+    end. `ending`: a list, which has the time of their end once workers are to leave. No process is reaped:
+    watchers read exit codes, too.
     """
-    ranks, failures, deadline, scheduler, asked = {}, {}, math.inf, None, set()
-    while msrun.poll() is None:
+    failures, deadline, asked = {}, math.inf, False
+    workers, running = processes.keys() - {SCHEDULER}, processes
+    while running and time.monotonic() < min([deadline, *ending]):
         time.sleep(POLL_SECONDS)
         follower.show()
-        found, pid = process_ranks(msrun.pid)
-        ranks, scheduler = ranks | found, pid or scheduler
-        if "MINDFORMERS_SUPERVISOR" in os.environ and not (ending or failures) and is_gone(scheduler):
+        states = {who: process_state(process.pid) for who, process in processes.items()}
+        letter, code, _ = states.get(SCHEDULER, ("", 0, 0))
+        if FOLDER in os.environ and not (ending or failures) and (letter == "T" or code < 0):
             print("msrun_launch.sh: the scheduler is gone: workers leave", file=sys.stderr)
             failures[SCHEDULER] = -signal.SIGKILL
-            with suppress(OSError):  # ranks that leave would wait for one that is stopped
-                os.kill(scheduler, signal.SIGKILL)
+            processes[SCHEDULER].kill()  # ranks that leave would wait for one that is stopped
             ending.append(time.monotonic() + int(GRACE))
-        for pid in {*ranks} - asked if ending else ():
-            asked.add(pid)
-            with suppress(OSError):
-                os.kill(pid, signal.SIGTERM)
-        ended = failed_workers(ranks)  # msrun looks once a second, in order of ranks: others may have failed of it
-        if reported := find_failure(msrun_log, ranks):  # msrun kills the others
-            ended = [(rank, code) for rank, code in ended if code != -signal.SIGKILL]
-        for rank, code in [*ended, *reported]:
-            failures.setdefault(rank, code)
-        if {*failures} - {SCHEDULER}:
-            deadline = min(deadline, time.monotonic() + SCHEDULER_GRACE_SECONDS)
-        if time.monotonic() > min([deadline, *ending]):
-            kill_children(msrun.pid)
-    follower.show(last=True)
-    found = [*failures.items(), *find_failure(msrun_log, ranks)]
-    return min(found, key=lambda failure: failure[1] == FOR_OTHERS, default=None)
-
-
-def find_failure(msrun_log, ranks):
-    """The failed worker that msrun has reported, as a list of one `(rank or None, exit code)`, or of none."""
-    msrun_log.seek(0)
-    match = WORKER_FAILED.search(msrun_log.read())
-    return [(ranks.get(int(match[1])), int(match[2]))] if match else []
+        if ending and not asked:
+            asked = True
+            for who in workers:
+                os.kill(processes[who].pid, signal.SIGTERM)
+        failed = [(who, states[who][1]) for who in workers if states[who][1]]
+        for who, code in sorted(failed, key=lambda failure: failure[1] > 0):  # others may have failed of a signal's
+            failures.setdefault(who, code)
+        if failed:
+            deadline = min(deadline, time.monotonic() + OTHERS_SECONDS)
+        running = [who for who in (workers if failures else processes) if states[who][0] not in "ZX"]
+    return failures
 
 
 class Follower:
@@ -238,23 +224,19 @@ def readable_lines(content):
     return [line for line in content.decode(errors="replace").splitlines() if not NOISE.match(line)]
 
 
-def report(failure, msrun_code, log_dir, logs, msrun_log):
+def report(rank, code, log_dir, logs):
     """Tell what failed: the last lines of its log, and of others that failed by themselves, and the report of a hang.
 
     What the first worker has written is shown already. Returns the exit code for the shell.
     """
-    rank, code = failure or (None, msrun_code)
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    known = {None: ("a worker", [*logs.values()]), SCHEDULER: ("the scheduler", [log_dir / "scheduler.log"])}
-    who, shown = known.get(rank) or (f"worker {rank}", [logs[rank]])
-    if failure is None:
-        who, shown = "msrun", [log_dir / "scheduler.log", msrun_log]
-    texts = {path: "\n".join(readable_lines(path.read_bytes())) for path in (*shown, *logs.values()) if path.exists()}
+    who, shown = (f"worker {rank}", logs[rank]) if rank in logs else ("the scheduler", log_dir / "scheduler.log")
+    texts = {path: "\n".join(readable_lines(path.read_bytes())) for path in (shown, *logs.values()) if path.exists()}
     reports = [found[0] for text in texts.values() if (found := REPORT.search(text))]
     if code == FOR_OTHERS:
         how += ", for others that failed or wait" if reports else ", as SIGTERM asks"
     seen = texts.get(next(iter(logs.values())), "")  # of the first worker
-    for path in [*shown, *(path for path, text in texts.items() if CAUSE.search(text) and not REPORT.search(text))]:
+    for path in [shown, *(path for path, text in texts.items() if CAUSE.search(text) and not REPORT.search(text))]:
         lines = texts.get(path, "").splitlines()[-LAST_LINES:] or ["(empty)"]
         if lines[-1] not in seen.splitlines():
             print(f"--- last lines of {path}", *lines, sep="\n", file=sys.stderr)

@@ -1,1 +1,0 @@
-"""In the place of MindSpore, for launches of ranks without it: its launcher only."""
