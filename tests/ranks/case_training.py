@@ -151,7 +151,7 @@ def quickstart(ranks, count):
     given = [f"parallelism.{key}={size}" for key, size in sizes.items()]
     recipe = load_recipe(str(CONFIGS / "llama_tiny_cpu.yaml"), [*given, "monitor.plot=false"])
     job = Trainer(recipe, mesh=init_device_mesh((1, 1, count, 1), MESH_AXES, ranks))
-    return [job.train_step()["loss"] for _ in range(30)]
+    return [job.train_step()["loss"] for _ in range(60 // world().size)]
 
 
 @once
@@ -159,10 +159,10 @@ def quickstart_alone():
     return quickstart([world().rank], 1)
 
 
-@on_ranks(nightly=(2,))
+@on_ranks(nightly=(2, 4))
 def case_the_quickstart_on_cut_sequences_has_the_curve_of_one_rank():
     expected = quickstart_alone()
-    assert expected[-1] < expected[0] / 1.5, expected
+    assert expected[-1] < expected[0] - 0.5, expected
     np.testing.assert_allclose(quickstart(None, world().size), expected, rtol=1e-5)
 
 
