@@ -84,11 +84,14 @@ MASKS = [*product(("full", "window"), ("gather", "ring", "all_to_all"))]
 
 @pytest.mark.parametrize(("mask", "algorithm"), daily([("window", "ring")], MASKS))
 def test_other_masks_than_causal_ones(mask, algorithm, monkeypatch):
-    """A Llama whose tokens see all others, or a window of five, in zigzag on two ranks: loss and all gradients."""
+    """A Llama whose tokens see all others, or a window, in zigzag on two ranks: loss and all gradients.
+
+    Of the window's six, one query of a chunk of four sees one key of the chunk two before.
+    """
 
     def masked(query, key, value, first, last, places, scale, order, reach, *others):
-        reach = (None, None) if mask == "full" else (4, 0)
-        ranges = (first, first + LENGTH) if mask == "full" else (ops.relu(last - 5), last)
+        reach = (None, None) if mask == "full" else (5, 0)
+        ranges = (first, first + LENGTH) if mask == "full" else (ops.relu(last - 6), last)
         return attention(query, key, value, *ranges, places, scale, order, reach, *others)
 
     monkeypatch.setattr("mindformers_core.models.attention.attention", masked)

@@ -60,8 +60,9 @@ def attention(
         reach: (before, after): the greatest distances from a query's own place to keys before and after it that it may
             see; None: any. `(None, 0)` for causal masks, `(w - 1, 0)` for windows.
         exact: whether each query sees all keys within its reach. Default: no.
-        algorithm: where an axis cuts the sequence: `gather` (of keys and values), `ring` (keys and values go round),
-            `all_to_all` (the axis cuts heads in the sequence's place: it divides key_value_heads), or `auto`, by price.
+        algorithm: where an axis cuts the sequence: `gather` (of keys and values, with an `order` of the chunks that are
+            seen), `ring` (keys and values go round), `all_to_all` (the axis cuts heads in the sequence's place: it
+            divides key_value_heads), or `auto`, by price.
         dropout: the probability, below 1, with which a weight is 0; others are divided by 1 - dropout. Which ones,
             depends on sample, head, places of query and key, and on MindSpore's generator, so is alike on any mesh.
         own: places of queries, as `places`, which dropout needs. Default: those of the keys.

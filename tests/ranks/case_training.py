@@ -145,6 +145,27 @@ def case_compiled_context_parallel_training_by_gathers_equals_one_rank():
     compiled_context_parallel(2, "gather")
 
 
+def quickstart(ranks, count):
+    """The losses of the first steps of the quickstart's recipe, whose sequences so many ranks share."""
+    sizes = {"data_parallel_shard": 1, "tensor_parallel": 1, "context_parallel": count}
+    given = [f"parallelism.{key}={size}" for key, size in sizes.items()]
+    recipe = load_recipe(str(CONFIGS / "llama_tiny_cpu.yaml"), [*given, "monitor.plot=false"])
+    job = Trainer(recipe, mesh=init_device_mesh((1, 1, count, 1), MESH_AXES, ranks))
+    return [job.train_step()["loss"] for _ in range(60 // world().size)]
+
+
+@once
+def quickstart_alone():
+    return quickstart([world().rank], 1)
+
+
+@on_ranks(nightly=(2, 4))
+def case_the_quickstart_on_cut_sequences_has_the_curve_of_one_rank():
+    expected = quickstart_alone()
+    assert expected[-1] < expected[0] - 0.5, expected
+    np.testing.assert_allclose(quickstart(None, world().size), expected, rtol=1e-5)
+
+
 def pipeline(schedule, chunks=1):
     """Overrides for a pipeline of two ranks: micro-batches of one sequence, two of them at once."""
     keys = {"": 2, "_schedule": schedule, "_interleave_num": chunks, "_microbatch_size": 1}
