@@ -236,7 +236,7 @@ def telling_lines(output):
 def normalised(text, folder):
     """`text` without what differs from run to run and from machine to machine."""
     text = text.replace(f"{folder}/", "").replace(str(folder), ".")
-    text = re.sub(r"worker \d+ ended", "worker 0 ended", text)  # whichever msrun saw first
+    text = re.sub(r"worker \d+ ended", "worker 0 ended", text)  # whichever the launch saw first
     return re.sub(r"\b\d+ is free", "40000 is free", text)
 
 

@@ -175,7 +175,7 @@ def watch(processes, follower, ending):
     watchers read exit codes, too.
     """
     failures, deadline, asked = {}, math.inf, False
-    workers, running = processes.keys() - {SCHEDULER}, processes
+    workers, running = [who for who in processes if who != SCHEDULER], processes
     while running and time.monotonic() < min([deadline, *ending]):
         time.sleep(POLL_SECONDS)
         follower.show()
