@@ -65,7 +65,7 @@ def seen(_, args, context):
     cut = _Cut(args, context)
     sent = args[1].dtype
     both = ops.cast(stack(ops.cat(args[1:3], -1), cut.each), cut.dtype)  # gradients from several ranks are added so
-    taken = [cut.taken(ops.cast(both, sent), exchange, sent) for exchange in cut.exchanges]
+    taken = [cut.taken(both, exchange, sent, sent) for exchange in cut.exchanges]
     places = cut.places_of(map(cut.giver, cut.exchanges))
     return cut.to_chunks(ops.cat(taken, 0), places, range(0, len(taken) * cut.each, cut.each))
 
@@ -148,13 +148,17 @@ class _Cut:
         chunks = np.array([self.order[part * self.each : (part + 1) * self.each] for part in parts]).reshape(-1, 1, 1)
         return Tensor((chunks * self.length + np.arange(self.length)).astype(np.int32))
 
-    def taken(self, x, exchange, dtype):
-        """The stack of chunks of the rank whose part comes; any one in place of what nobody needs."""
-        found = {
-            place: ops.cast(self.context.shift(x[place : place + 1], exchange.distance, givers), dtype)
-            for place, givers in enumerate(exchange.givers)
-            if givers
-        }
+    def taken(self, x, exchange, dtype, sent=None):
+        """The stack of chunks of the rank whose part comes; any one in place of what nobody needs.
+
+        They are sent in a dtype, by default their own.
+        """
+        found = {}
+        for place, givers in enumerate(exchange.givers):
+            if givers:
+                chunk = x[place : place + 1]  # CPU has no gradient of a slice in bfloat16
+                chunk = chunk if sent is None else ops.cast(chunk, sent)
+                found[place] = ops.cast(self.context.shift(chunk, exchange.distance, givers), dtype)
         some = next(iter(found.values()))
         return ops.cat([found.get(place, some) for place in range(self.each)], 0)
 
