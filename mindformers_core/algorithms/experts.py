@@ -64,8 +64,8 @@ def places_of_choices(ids, owners, ranks, most, capacity):
         ranks, most: shape of what is sent: so many choices at most go to one rank.
 
     Returns:
-        int32 (ranks, most), the number of the choice in each place, or how many there are; int32 (rows, K), the place
-        of each choice, or their number; int32 (ranks, most), the expert's number there, or -1.
+        int32 (ranks, most), the number of the choice in each place, or 0; int32 (rows, K), the place of each choice, or
+        how many there are; int32 (ranks, most), the expert's number there, or -1.
     """
     if capacity is not None:
         ids = within_capacity(ids, owners.shape[1] - 1, capacity)
@@ -73,7 +73,7 @@ def places_of_choices(ids, owners, ranks, most, capacity):
     rank, local = ops.gather(owners[0], flat, 0), ops.gather(owners[1], flat, 0)
     places, _ = ranked(rank, ranks + 1)
     places = ops.minimum(rank * most + places, ranks * most)
-    taken, numbers = _constants(ranks * most + 1, total, -1)
+    taken, numbers = _constants(ranks * most + 1, 0, -1)
     taken = ops.tensor_scatter_elements(taken, places, _numbers(total), 0)[:-1]
     numbers = ops.tensor_scatter_elements(numbers, places, local, 0)[:-1]
     return ops.reshape(taken, (ranks, most)), ops.reshape(places, ids.shape), ops.reshape(numbers, (ranks, most))
@@ -104,7 +104,7 @@ def ranked(keys, count):
     counts = ops.unsorted_segment_sum(ops.ones_like(keys), keys, count)
     first = ops.cumsum(counts, 0) - counts
     places = _numbers(keys.shape[0]) - ops.gather(first, ops.gather(keys, order, 0), 0)
-    return ops.gather(places, ops.argsort(order), 0), counts
+    return ops.tensor_scatter_elements(places, order, places, 0), counts
 
 
 @ops.constexpr

@@ -82,10 +82,11 @@ def own_experts(operator, args, context):
     taken, back, local = _places(choices, Tensor(owners), context.count, most, capacity)
     there, home, local = _sizes(local, _exchanged(context, local))
     move = context.exchanged if capacity is None else partial(_exchanged, context)  # with few zeros, or with many
-    given = move(ops.gather(_with_nothing(tokens), taken // each, 0), there)
+    given = move(ops.gather(tokens, taken // each, 0), there)  # where there is no choice, any
     found = _rows(ops.reshape(given, (-1, x.shape[-1])), local, gate_up, down, *biases, activation)
     found = move(ops.reshape(found, given.shape), home)
-    found = ops.gather(_with_nothing(ops.reshape(found, (-1, x.shape[-1]))), back, 0)
+    found = ops.reshape(found, (-1, x.shape[-1]))
+    found = ops.gather(ops.cat((found, ops.zeros((1, x.shape[-1]), x.dtype)), 0), back, 0)
     return ops.reshape(_combined(found, weights), x.shape)
 
 
@@ -109,11 +110,6 @@ def _exchanged(context, x, _=None):
     cut, others = context.axes, [()] * (x.ndim - 1)
     source, target = Layout.on(context.mesh, [cut, (), *others]), Layout.on(context.mesh, [(), cut, *others])
     return ops.reshape(context.redistribute(ops.expand_dims(x, 0), source, target), x.shape)
-
-
-def _with_nothing(rows):
-    """Rows, and one of zeros."""
-    return ops.cat((rows, ops.zeros((1, rows.shape[1]), rows.dtype)), 0)
 
 
 register_algorithm(
