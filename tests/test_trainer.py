@@ -23,7 +23,7 @@ from mindformers_core.passes.thread_tape import custom_gradients
 from mindformers_core.recipe.loader import load_recipe
 from mindformers_core.recipe.sections import recipe_mesh
 from mindformers_core.redistribution.device_model import GPU
-from mindformers_core.trainer import records, step
+from mindformers_core.trainer import records, step, trainer
 from mindformers_core.trainer.checkpoints import going_on, open_source
 from mindformers_core.trainer.evaluation import inference
 
@@ -52,7 +52,7 @@ def test_a_loop_of_the_users(tmp_path, capsys):
         row["own"] = row["step"] / 2
         if row["step"] == 4:
             break
-    assert waiting == [True] * 4
+    assert waiting == [True, False, True, False]  # a save is after the row
     assert (folder / "summary.txt").read_text() == f"{job.summary}\n" and job.summary.startswith("4 steps on")
     assert sorted(os.listdir(folder / "checkpoint")) == ["step_2", "step_4"]
     check_checksums(open_checkpoint(job.save()))
@@ -76,6 +76,28 @@ def test_a_loop_of_the_users(tmp_path, capsys):
         load_recipe(ONE_RANK, ["evaluation.interval=1"])
     with pytest.raises(ValueError, match="evaluation.dataset.data_pth: unknown key .did you mean 'data_path'"):
         load_recipe(ONE_RANK, ["evaluation.interval=1", "evaluation.dataset={data_pth: a}"])
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_row_is_in_its_file_before_a_job_could_go_on_after_it(tmp_path, monkeypatch):
+    """Its loss and its evaluation, when its step is saved, behind earlier rows; then it gets the seconds of a save."""
+    options = [*SMALL, f"train_dataset.cache_dir={tmp_path / 'cache'}", f"training.output_dir={tmp_path / 'run'}"]
+    options += ["checkpoint.enable_save=true", "checkpoint.save_interleaved_steps=2", "monitor.log_interval=100"]
+    options += [f"evaluation.dataset={{data_path: [{ROOT / 'README.md'}], packing: documents}}"]
+    options += ["evaluation.interval=2", "evaluation.samples=5", "training.steps=4"]
+    save, found = trainer.save_job, []
+
+    def noted(job, **given):
+        found.append(rows_of(tmp_path / "run"))
+        return save(job, **given)
+
+    monkeypatch.setattr(trainer, "save_job", noted)
+    Trainer(ONE_RANK, *options).run()
+    assert [[row["step"] for row in rows] for rows in found] == [[1, 2], [1, 2, 3, 4]]
+    rows = rows_of(tmp_path / "run")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    for early, row in ((found[0][1], rows[1]), (found[1][3], rows[3])):
+        assert "eval_loss" in early and early.items() < row.items()
 
 
 def test_half_written_metrics_line_is_dropped_when_resuming(tmp_path):

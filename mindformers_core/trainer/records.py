@@ -31,7 +31,7 @@ class Row(UserDict):
 
 
 class Recorder:
-    """Rows of a loop: `writers` get them when one is due, every `interval` steps or a second after the last time.
+    """Rows of a loop: `writers`, the file's first, get them when one is due, every `interval` steps or after a second.
 
     Until then nothing reads their tensors. Without writers nothing is kept but the first row and the last one.
 
@@ -50,6 +50,12 @@ class Recorder:
         self._waiting += [row] if self._writers else []
         if is_due or row["step"] % self._interval == 0 or time.perf_counter() > self._written + _PATIENCE:
             self.flush()
+
+    def add_before_save(self, row):
+        """Write all rows, this one as far as it is known: a job that goes on from the save begins with the next."""
+        self.flush()
+        for write in self._writers[:1]:  # to the file
+            write(row)
 
     def flush(self):
         """Give the writers all rows that they haven't had."""
@@ -131,7 +137,7 @@ def open_run_folder(folder, config_text, keep):
 def metrics_writer(folder, after_step):
     """A function that appends a row, a dict with `step`, `loss` and other numbers, to metrics.jsonl as a JSON object.
 
-    What isn't finite is null; the row's text `not_finite` says more.
+    What isn't finite is null; the row's text `not_finite` says more. A row takes the place of the last one of its step.
 
     Args:
         folder: the run folder.
@@ -140,16 +146,21 @@ def metrics_writer(folder, after_step):
     path = os.path.join(folder, "metrics.jsonl")
     kept = [row for row in _read_rows(path) if row["step"] <= after_step] if os.path.exists(path) else []
     write_whole(path, "".join(map(_line, kept)))
+    last = {}
 
     def write(row):
         with record_errors(folder):
             size = os.path.getsize(path)
+            start = last["start"] if last.get("step") == row["step"] else size
             try:
-                with open(path, "a", encoding="utf-8") as file:
-                    file.write(_line(row))
+                with open(path, "r+b") as file:
+                    file.seek(start)
+                    file.write(_line(row).encode())
+                    file.truncate()
             except OSError:  # a part of the line is no JSON
-                os.truncate(path, size)
+                os.truncate(path, start)
                 raise
+            last.update(step=row["step"], start=start)
 
     return write
 

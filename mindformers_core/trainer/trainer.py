@@ -173,13 +173,14 @@ class Trainer:
                             found = ranks_of(self.mesh, self.rank).gather((peak_memory(), self._pace.seconds))
                             row["memory_bytes"], row["memory_rank"] = max((found[rank][0], rank) for rank in found)
                             row.update(self._pace.told({rank: seconds for rank, (_, seconds) in found.items()}))
+                        is_evaluated = self._held_out and (at_end or self.step % self.recipe.evaluation.interval == 0)
+                        if is_evaluated and not leaves:  # what a job that goes on after this step doesn't repeat
+                            self._evaluate_into(row)
                         if is_due:
+                            recorder.add_before_save(row)
                             self._saving.add(row, save_job(self, settles=at_end or leaves))
-                        if self._held_out and (at_end or self.step % self.recipe.evaluation.interval == 0):
-                            row.update(self.evaluate())
-                            if self.optimizer.average:
-                                with self.optimizer.average.in_place():
-                                    row.update((f"average_{name}", each) for name, each in self.evaluate().items())
+                        if is_evaluated and leaves:
+                            self._evaluate_into(row)
                         self._programs.write()
                         yield row
                     finally:
@@ -198,6 +199,12 @@ class Trainer:
                 held.callback(self._batches.close)
                 recorder.flush()
             self.summary = recorder.summary(self)
+
+    def _evaluate_into(self, row):
+        row.update(self.evaluate())
+        if self.optimizer.average:
+            with self.optimizer.average.in_place():
+                row.update((f"average_{name}", each) for name, each in self.evaluate().items())
 
     def save(self):
         """Save the state into the run folder; returns the folder of the checkpoint, see `save_job`."""
