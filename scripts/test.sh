@@ -8,9 +8,10 @@ cd "$ROOT"
 prepare_environment
 export GLOG_v=${GLOG_v:-3}
 unset PYTHONDONTWRITEBYTECODE # which images of Python set: each of some 100 processes would compile the package anew
-if [ $# -eq 0 ]; then # in two halves: what needs no launch on both cores first
+if [ $# -eq 0 ]; then # in three parts: what needs no launch on both cores first
     failed=0
-    bash scripts/test.sh -m "not ranks and not nightly" || failed=1
+    bash scripts/test.sh -m "not ranks and not long and not nightly" || failed=1
+    bash scripts/test.sh -m "long and not ranks and not nightly" || failed=1
     bash scripts/test.sh -m "ranks and not nightly" || failed=1
     exit $failed
 fi

@@ -50,9 +50,10 @@ def script_of(item):
 
 
 def pytest_ignore_collect(collection_path, config):
-    """Where only tests that start ranks are asked for, a file without any isn't imported."""
-    is_asked = config.getoption("markexpr").startswith("ranks") and collection_path.name.startswith("test_")
-    return True if is_asked and "mark.ranks" not in collection_path.read_text() else None
+    """Where only tests that start ranks, or only long ones, are asked for, a file without any isn't imported."""
+    asked, *_ = config.getoption("markexpr").split() or [""]
+    is_asked = asked in ("ranks", "long") and collection_path.name.startswith("test_")
+    return True if is_asked and f"mark.{asked}" not in collection_path.read_text() else None
 
 
 def pytest_collection_modifyitems(items):

@@ -170,7 +170,7 @@ def one_card():
     return figures({})[0]
 
 
-@pytest.mark.ranks
+@pytest.mark.long
 @pytest.mark.parametrize("name", daily(["area, cp 2"], CUTS))
 def test_training_and_evaluation_of_documents(name, one_card):
     """Losses, norms, learning rates, tokens and operations are those of one card, on all ranks."""
@@ -178,7 +178,7 @@ def test_training_and_evaluation_of_documents(name, one_card):
         np.testing.assert_allclose(found, one_card, 1e-5)
 
 
-@pytest.mark.ranks
+@pytest.mark.long
 @pytest.mark.parametrize("balance", daily(["zigzag"], ["zigzag", "area", "contiguous"]))
 def test_programs_of_ranks_that_share_sequences(balance):
     """`verify`: every tensor, and all gradients, with dropped weights of attention."""

@@ -22,7 +22,7 @@ from mindformers_core.mesh import DeviceMesh
 from mindformers_core.recipe.loader import load_recipe
 from mindformers_core.trainer import trainer
 
-pytestmark = pytest.mark.ranks
+pytestmark = pytest.mark.long
 
 ORPHAN = """
 import sys

@@ -148,7 +148,7 @@ def check_what_is_left(run, mesh, step, is_done):
     assert find_checkpoint(run) == step_folder(run, 4)
 
 
-@pytest.mark.ranks
+@pytest.mark.long
 @pytest.mark.parametrize("case", daily(("new_step", "four_ranks_beside"), CASES))
 def test_crash_matrix(tmp_path, template, monkeypatch, case):
     without_threads(monkeypatch)

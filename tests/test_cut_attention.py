@@ -91,7 +91,7 @@ def test_each_algorithm(algorithm, cut, found, dropout):
 _HYBRID, _ALONE = (8, 2, 512, ((), "a", "b", ())), (2, 8, 256, ((), ("a", "b"), (), ()))
 
 
-@pytest.mark.ranks
+@pytest.mark.long
 @pytest.mark.parametrize(("batch", "heads", "size", "dims"), daily([_HYBRID], [_HYBRID, _ALONE]))
 def test_two_axes_of_a_sequence(batch, heads, size, dims):
     """By price, one goes on as a ring and one cuts heads in its place, or both are a ring; forward, all gradients.

@@ -224,7 +224,7 @@ def test_pipelines_are_compared_in_their_passes(tmp_path):
     assert found.agree == len(runs[0].step(1)) > 500
 
 
-@pytest.mark.ranks
+@pytest.mark.long
 def test_a_redistribution_and_the_ranks_of_a_cut_tensor_are_named(tmp_path, monkeypatch):
     one, plain = recorded(tmp_path / "one"), recorded(tmp_path / "a", TP)
     with monkeypatch.context() as patch:
@@ -271,7 +271,7 @@ def test_own_training_loop(tmp_path):
     assert {key[0] for key in Run(tmp_path / "a").step(1)} == {"value", "gradient", "gradient of the loop"}
 
 
-@pytest.mark.ranks
+@pytest.mark.long
 def test_command_line(tmp_path, capsys):
     kept = [str(tmp_path / "kept" / side) for side in ("a", "b", "perturbed")]
 
@@ -300,7 +300,7 @@ def test_compare_points_to_diff(tmp_path, capsys):
     assert "python -m mindformers_core diff A B" in capsys.readouterr().out
 
 
-@pytest.mark.ranks
+@pytest.mark.long
 def test_resumed_run(tmp_path):
     """A checkpoint's moments are those of the run that goes on."""
     whole = recorded(tmp_path / "whole", steps=3)

@@ -45,7 +45,7 @@ def _no_alarm(runs, folder, dtype, steps):
     return len(pairs)
 
 
-@pytest.mark.ranks
+@pytest.mark.long
 def test_meshes_and_modes(tmp_path):
     assert _no_alarm(RUNS, tmp_path, "float32", 1) == 3
 

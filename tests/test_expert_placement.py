@@ -129,7 +129,7 @@ def check(rows, tensors, still, step, tolerance):
         np.testing.assert_allclose(tensors[name], each, 0, most, err_msg=name)
 
 
-@pytest.mark.ranks
+@pytest.mark.long
 def test_moving_changes_no_number(tmp_path):
     """The curve is the same, bit for bit, where a token has two choices, and the load of the busiest rank falls.
     A checkpoint belongs to no placement, and to no mesh: other ranks go on.

@@ -207,7 +207,7 @@ NEAR = np.random.default_rng(2).normal(size=(8, 8)).astype(np.float32) * 1e-7  #
 TRAINED = [(case, 20) for case in CASES] + [(CASES[3], 3)]
 
 
-@pytest.mark.ranks
+@pytest.mark.long
 @pytest.mark.parametrize("case", daily(CASES[5:6], CASES), ids=str)
 def test_a_step(case):
     """Forward, all gradients, the norm while it is clipped, and a step of AdamW, also of losses and idle experts."""
@@ -215,7 +215,7 @@ def test_a_step(case):
     assert not check.faults, check.report()
 
 
-@pytest.mark.ranks
+@pytest.mark.long
 @pytest.mark.parametrize("case, steps", daily(TRAINED[-1:], TRAINED), ids=str)
 def test_training(case, steps):
     """Losses, norms that are clipped, and parameters, also where experts get nothing, a rank gets all; and ties."""

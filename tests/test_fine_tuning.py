@@ -134,7 +134,7 @@ def test_gradients_are_those_of_merged_weights(tmp_path):
         np.testing.assert_allclose(gradient.asnumpy(), truth, atol=2e-5 * np.abs(truth).max(), err_msg=parameter.name)
 
 
-@pytest.mark.ranks
+@pytest.mark.long
 def test_resumed_merged_and_generated_from(tmp_path, trained, capsys):
     """Two steps on one card and two on (dp 2, tp 2) are four on one; base and adapters speak as merged weights do."""
     folder, curve, _ = trained

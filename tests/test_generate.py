@@ -29,6 +29,8 @@ from mindformers_core.serving.prompts import padded
 from mindformers_core.sharding.inspecting import programs
 from mindformers_core.verification import verify
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
@@ -49,7 +51,6 @@ def one_card(trained):
     return generated(trained, *mesh())[0]
 
 
-@pytest.mark.ranks
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(
     ("mode", "count"),
@@ -86,7 +87,6 @@ MESHES = {
 }
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("name", daily(["pp 2 in a V"], MESHES))
 def test_any_mesh_generates_the_same(trained, forward, one_card, name):
     """The same tokens on all ranks, logits of the last position where the last stage is; caches are cut."""
@@ -119,7 +119,6 @@ def test_a_prompt_for_itself_and_a_stop(trained, one_card):
     assert passes == len(row)
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("slots", daily([5], [5, 1]))
 def test_the_cache_is_verified(slots):
     """`verify`: every tensor of the pass over prompts, and of the pass for a token, on (dp 2, tp 2)."""

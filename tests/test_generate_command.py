@@ -37,6 +37,8 @@ from mindformers_core.serving.prompts import encode_prompts, tokens_of
 from mindformers_core.serving.sampling import Sampling, next_tokens
 from mindformers_core.tensor_parallel import shard
 
+pytestmark = pytest.mark.long
+
 LAYERS = "model.num_hidden_layers=2"
 
 
@@ -53,7 +55,6 @@ def trained(tmp_path_factory):
     return folder
 
 
-@pytest.mark.ranks
 def test_texts_in_batches_of_any_size(trained):
     """The last batch is filled up; the file's prompts keep their numbers."""
     texts = tuple(bytes(prompt).decode() for prompt in PROMPTS[:3])

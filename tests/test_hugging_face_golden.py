@@ -25,6 +25,8 @@ from mindformers_core.tensor_parallel import shard
 from mindformers_core.trainer.checkpoints import fill_weights, open_source, save_job
 from mindformers_core.trainer.trainer import Trainer
 
+pytestmark = pytest.mark.long
+
 _MOMENT = "adamw.moment1."
 GOLDEN = Path(__file__).parent / "golden"
 NAMES = "llama_tied", "llama_untied", "qwen3", "gpt2", "qwen3_moe", "mixtral", "deepseek_v3"
@@ -133,7 +135,6 @@ DAILY = {  # each kind of layers, and each mesh, once; parts of sequences have d
 }  # fmt: skip
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("name", "on"),
     [

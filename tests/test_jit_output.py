@@ -89,7 +89,7 @@ def run(tmp_path, code, level):
     return done.returncode, *(text.partition("MARK\n")[2] for text in (done.stdout, done.stderr))
 
 
-@pytest.mark.ranks
+@pytest.mark.long
 @pytest.mark.parametrize("level", daily([None], [None, "3"]))
 def test_a_first_compilation_is_silent(tmp_path, level):
     """Several Cells, signatures and compilations, gradients, an update, a branch; at both ends of what is logged."""

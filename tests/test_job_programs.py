@@ -19,6 +19,8 @@ from mindformers_core.sharding.sharded_tree import ShardedTree
 from mindformers_core.tensor_parallel import programs, shard
 from mindformers_core.trainer.trainer import Trainer
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch):

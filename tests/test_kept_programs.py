@@ -26,6 +26,8 @@ from mindformers_core.trainer import kept_programs
 from mindformers_core.trainer.cells import build_cells
 from mindformers_core.trainer.kept_programs import KeptPrograms
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 def made(monkeypatch):

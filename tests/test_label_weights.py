@@ -25,6 +25,8 @@ from mindformers_core.sharding.initialize import materialize
 from mindformers_core.tensor_parallel.layers import VocabParallelCrossEntropy
 from mindformers_core.zero import hsdp, value_and_grad
 
+pytestmark = pytest.mark.long
+
 SAMPLES, LENGTH, VOCAB = 16, 12, 24
 MODEL = {
     "vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -112,7 +114,6 @@ def test_one_batch_is_the_mean_over_its_labels(one_card):
 BY_DAY = "runs", "cp 2, runs", "micro-batches, runs", "split gradients"  # one of each kind of runs
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("name", daily(BY_DAY, CUTS))
 def test_every_label_weighs_alike(name, one_card):
     figures, gradients, weights = trained(*CUTS[name], len(one_card[0]))
@@ -130,7 +131,6 @@ def counted_squares(output, target):
 HALVED = "micro-batches, runs", "pp 2 x dp 2", "pp 2 x dp 2, runs *", "level 3 *"
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("name", daily(HALVED[:1], HALVED))
 def test_passes_in_half_precision(name, one_card):
     """Weights and moments in float32: figures within the rounding of float16, with a loss scale that skips nothing."""

@@ -39,7 +39,7 @@ def test_logits_and_loss():
     np.testing.assert_allclose(loss.asnumpy(), expected.asnumpy(), rtol=1e-6)
 
 
-@pytest.mark.ranks
+@pytest.mark.long
 @pytest.mark.parametrize("tied", daily([True], [False, True]), ids=["untied", "tied"])
 def test_every_parameter_has_a_gradient_and_jit_equals_pynative(tied):
     model, batch = small_model(tie_word_embeddings=tied), small_batch()

@@ -24,6 +24,8 @@ from mindformers_core.checkpoint.tensors import ranks_of
 from mindformers_core.communication.simulated import SimulatedRanks
 from mindformers_core.mesh import DeviceMesh
 
+pytestmark = pytest.mark.long
+
 CALLS = 3800  # of the file system, in the job that dies
 SIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "bool": 1}
 

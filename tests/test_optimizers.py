@@ -23,7 +23,7 @@ from mindformers_core.tensor_parallel import jit
 from mindformers_core.trainer.trainer import Trainer
 
 STEPS = 3
-pytestmark = pytest.mark.usefixtures("examples")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("examples")]
 SHAPES = {"embed_tokens": (8, 4), "tall": (8, 4), "wide": (4, 8), "norm": (4,), "cube": (2, 4, 4)}
 
 

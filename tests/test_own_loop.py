@@ -29,7 +29,7 @@ def train(ranks, *given):
     return curve
 
 
-@pytest.mark.ranks
+@pytest.mark.long
 def test_the_curve_is_one_cards_through_three_meshes(tmp_path):
     expected = train(1, str(tmp_path / "one"), 30)
     curve = [*train(4, str(tmp_path / "run"), 10, 2), *train(2, str(tmp_path / "run"), 20)]

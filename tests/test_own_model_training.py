@@ -116,7 +116,7 @@ def recipe(tmp_path):
 COMPILED = ("training.max_norm=0", "context.mode=0", "checkpoint.async_save=true")
 
 
-@pytest.mark.ranks
+@pytest.mark.long
 @pytest.mark.parametrize(("loss", "overrides"), [("0.1", ()), ("0.1", COMPILED), ("nan", ("model.result=nan",))])
 def test_a_gradient_that_is_not_finite_ends_the_run(recipe, tmp_path, capfd, loss, overrides):
     """With a finite loss or not; the healthy checkpoint stays, and metrics are JSON that readers read."""

@@ -17,6 +17,8 @@ from mindformers_core.models.adapters import add_adapters
 from mindformers_core.tensor_parallel import layers
 from mindformers_core.zero import hsdp
 
+pytestmark = pytest.mark.long
+
 TP, ROWS, WIDTH = DeviceMesh((4,), ("tp",)), 7, 6
 IDS = np.array([[0, 6, 4, 3], [5, 2, 6, 0]], np.int32)
 LABELS = np.array([[6, 1, 5, -100], [0, 3, 6, 2]], np.int32)

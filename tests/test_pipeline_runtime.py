@@ -192,7 +192,7 @@ def test_keyword_only_arguments_and_a_loss_function():
         schedule.run(x, weights=weights)
 
 
-@pytest.mark.ranks
+@pytest.mark.long
 @pytest.mark.parametrize("compiled", [False, True])
 def test_sharded_stages_defer_the_gradients_of_weights(compiled):
     """ZB-V on a mesh of one rank, whose programs leave the gradients of matmuls for later."""

@@ -201,7 +201,7 @@ def need_it():
     assert vars(Tensor) == methods
 
 
-@pytest.mark.ranks
+@pytest.mark.long
 def test_mindspore_is_as_it_was_until_the_first_need():
     code = "import test_private_names as tests; print(tests.import_all()); tests.need_it()"
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))

@@ -67,7 +67,7 @@ def drawn(random, algorithm, ranks):
     return [*tensors, *(each.astype(np.int32) for each in (*ranges, places))], slopes, (order, reach, exact), where
 
 
-@pytest.mark.ranks
+@pytest.mark.long
 @pytest.mark.parametrize("count", [3, pytest.param(200, marks=pytest.mark.nightly)])
 def test_any_mask_in_any_order(count):
     """Outputs, sums, and the gradients of both, by each algorithm: as models call it, or with some weights dropped."""

@@ -36,7 +36,7 @@ VERIFIED = {
 }  # fmt: skip
 
 
-@pytest.mark.ranks
+@pytest.mark.long
 @pytest.mark.parametrize("name", daily(["dense stage first"], VERIFIED))
 def test_losses_of_routers(name):
     """The loss, and all gradients of a step."""
@@ -133,7 +133,7 @@ def alone(tmp_path_factory):
     return cache(lambda model, steps: trained(tmp_path_factory.mktemp("one"), *ONE, model=model, steps=steps))
 
 
-@pytest.mark.ranks
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "steps"), daily(STEPS[:1], STEPS))
 def test_training(tmp_path, alone, name, steps):
     """Loads, losses of routers, all first gradients, parameters and biases are those of one card, on every rank."""
@@ -172,7 +172,7 @@ def test_groups_of_a_capacity_are_not_cut_by_the_order_of_chunks():
             load_recipe(RECIPE, [*given, f"parallelism.context_parallel_balance={balance}"])
 
 
-@pytest.mark.ranks
+@pytest.mark.long
 def test_half_precision(tmp_path):
     """A first step in float16 says what one card's says, and the biases after it are the same."""
     (expected,), *_, biases = trained(tmp_path, *ONE, *HALF, model=LEAST, steps=1)
@@ -182,7 +182,7 @@ def test_half_precision(tmp_path):
     check_biases(found, biases)
 
 
-@pytest.mark.ranks
+@pytest.mark.long
 def test_a_run_goes_on_on_another_mesh(tmp_path):
     """Saved where two ranks share experts, it goes on where others do, as on one card: biases are in checkpoints."""
     data = (*mesh(dp=2), BY_DATA, "training.local_batch_size=2")

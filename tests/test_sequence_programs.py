@@ -69,7 +69,7 @@ def recipe_of(packs=False, model=(), again=False, **parallelism):
     })  # fmt: skip
 
 
-@pytest.mark.ranks
+@pytest.mark.long
 @pytest.mark.parametrize(("algorithm", "balance", "packs", "mesh"), daily(DAILY, COMBINATIONS))
 def test_a_step_on_all_ranks(algorithm, balance, packs, mesh):
     """Causal and of documents, some of one token: loss, all tensors, all gradients, the update."""
@@ -106,7 +106,7 @@ GROUPS = [  # heads of keys and values, mesh, algorithm
 ]  # fmt: skip
 
 
-@pytest.mark.ranks
+@pytest.mark.long
 @pytest.mark.parametrize(("groups", "mesh", "algorithm"), daily(GROUPS[-1:], GROUPS))
 def test_few_heads_of_keys_and_values(groups, mesh, algorithm):
     """Also fewer than the ranks that share them, which have copies; weights are dropped, and again when recomputed."""
@@ -155,7 +155,7 @@ def losses_of_tokens(**parallelism):
 BORDERS = [("zigzag", "ring", 2), ("area", "gather", 2), ("contiguous", "all_to_all", 4), ("contiguous", "ring", 4)]
 
 
-@pytest.mark.ranks
+@pytest.mark.long
 @pytest.mark.parametrize(("balance", "algorithm", "ranks"), daily(BORDERS[:1], BORDERS))
 def test_the_loss_of_a_token_at_every_border(balance, algorithm, ranks):
     """Where one label counts, on one rank: it is shifted before the cut, and the mean is one over all ranks."""

@@ -30,6 +30,8 @@ from mindformers_core.sharding.inspecting import prepare
 from mindformers_core.sharding.sharded_cells import tree_of
 from mindformers_core.trainer.cells import build_cells
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parent.parent
 ON_128 = (
     "parallelism.data_parallel_shard=4", "parallelism.pipeline_parallel=4", "parallelism.zero_level=3",
@@ -159,7 +161,6 @@ def layers(monkeypatch):
     return found
 
 
-@pytest.mark.ranks
 def test_70b_on_128_ranks(layers):
     """Its numbers: what remains of layers, micro-batches and sizes."""
     recipe = load_recipe("configs/llama3_70b.yaml", [*ON_128, "train_dataset.seq_length=768"])

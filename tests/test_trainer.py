@@ -30,7 +30,7 @@ from mindformers_core.trainer.evaluation import inference
 sys.path.insert(0, str(ROOT / "examples"))
 
 
-@pytest.mark.ranks
+@pytest.mark.long
 @pytest.mark.usefixtures("one_rank")
 def test_a_loop_of_the_users(tmp_path, capsys):
     """It may end early, add to rows, and go on; a loss is read when its record is due."""
@@ -204,7 +204,7 @@ LAYOUTS = [  # the first one daily; at level 3 `test_the_moving_average_of_weigh
 ]
 
 
-@pytest.mark.ranks
+@pytest.mark.long
 @pytest.mark.parametrize("layout", daily(LAYOUTS[:1], LAYOUTS), ids=" ".join)
 def test_an_evaluation_is_one_cards(layout):
     """Of 11 samples with ignored labels, in passes of 4 or 8: loss to 1e-6, and the numbers of samples and labels."""
@@ -216,7 +216,7 @@ def test_an_evaluation_is_one_cards(layout):
     assert found[0]["eval_perplexity"] == np.exp(found[0]["eval_loss"])
 
 
-@pytest.mark.ranks
+@pytest.mark.long
 def test_an_evaluation_changes_nothing():
     """Of a model with dropout whose loss is a mean: no number of training, and it drops nothing."""
     found = evaluations(OWN, *OWN_SIZES, *parallel(dp=2))
@@ -226,7 +226,7 @@ def test_an_evaluation_changes_nothing():
         assert one["eval_loss"] == pytest.approx(other["eval_loss"], 1e-6)
 
 
-@pytest.mark.ranks
+@pytest.mark.long
 def test_the_moving_average_of_weights(tmp_path):
     """By its formula; begun on one mesh, resumed on another one, evaluated, and loaded as weights, as of one card."""
     ms.runtime.launch_blocking()

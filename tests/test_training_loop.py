@@ -114,7 +114,7 @@ def test_the_engine_is_the_recipes(run, engine, tmp_path):
     assert len(programs(job.cells[0])) == (engine == "generated")
 
 
-@pytest.mark.ranks
+@pytest.mark.long
 def test_a_step_is_compiled_once(run, monkeypatch):
     """Neither what changes from step to step nor reading the loss compiles it again; nor does an evaluation."""
     compiled = []

@@ -34,6 +34,8 @@ from mindformers_core.verification.report import kind_of_fault
 from mindformers_core.zero import MixedPrecision, hsdp
 from mindformers_core.zero.storage import storage_of
 
+pytestmark = pytest.mark.long
+
 MESH = DeviceMesh((2, 3), ("dp", "tp"))
 
 

@@ -18,7 +18,7 @@ MESH = DeviceMesh((2, 2), ("dp", "tp"))
 X, Y = (np.random.default_rng(seed).normal(size=(4, 8)).astype(np.float32) for seed in range(2))
 
 
-@pytest.mark.ranks
+@pytest.mark.long
 @pytest.mark.parametrize("name", daily(("statistics cut", "sums cut"), MODELS))
 def test_written_state_is_verified(name):
     kind, plan = MODELS[name]
@@ -68,7 +68,7 @@ def _split(**settings):
     return hsdp(cell, shard_size=2, **settings)
 
 
-@pytest.mark.ranks
+@pytest.mark.long
 def test_micro_steps_of_replicas_write_in_their_order():
     mesh = DeviceMesh((4,), ("dp",))
     plan = {"": {"input": MODELS["batch norm"][1][""]["input"]}}
@@ -145,7 +145,7 @@ MESHES = {
 }
 
 
-@pytest.mark.ranks
+@pytest.mark.long
 @pytest.mark.parametrize("name", daily(("pipeline",), MESHES))
 def test_recipes_write_as_one_card_does(name):
     """Micro-batches in their order, and what runs again once."""
