@@ -134,7 +134,7 @@ class SharedGroup:
         source, target = (each.reshape(self.size, -1) for each in (as_bytes(x), memory))
         size, call = source.shape[1] // x.shape[1], f"exchange {x.dtype} {x.shape}"
         for _, piece in _pieces((1, source.shape[1]), self.slot_size):
-            parts = {place: row[piece.start : sent[place] * size][: self.slot_size] for place, row in enumerate(source)}
+            parts = {place: row[piece][: max(0, sent[place] * size - piece.start)] for place, row in enumerate(source)}
             parts[self.index] = source[self.index, piece]
             for place, part in enumerate(self._traded(parts, call)):
                 count = max(0, received[place] * size - piece.start)
