@@ -75,6 +75,7 @@ def problem(seed):
     function, shapes = random_function(rng, rng.randint(2, FEWER[len(mesh.axis_names)]))
     graph = lambda_lift(capture(Function(function), *(tensor_meta(shape, "float32") for shape in shapes)))
     run = Propagation(mesh, {}, {}, rng.choice(MODELS))
+    run.activation_axes = {*mesh.axis_names}
     if rng.random() < 0.5:
         run.batch_axes = frozenset()  # no declared cut comes before the price
     arguments = {}

@@ -160,7 +160,7 @@ def test_manual_split_equals_one_table(plan):
         return
 
     def work(rank):
-        net = shard(Columns(), mesh, plan=table)
+        net = shard(Columns(), mesh, plan=table | {"head": {"input": layout("dp", "tp")}})
         assert net.table.shape == (30, 3) and net.table.asnumpy()[SIZES[rank % 4] :].any() == False  # noqa: E712
         assert (full_parameters(net)["table"].asnumpy() == Columns().table.asnumpy()).all()
         return explain(net, ids[:3])

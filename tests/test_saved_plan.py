@@ -51,7 +51,8 @@ def same_plan(plan, other, known):
         if isinstance(one, Redistribution):
             assert vars(one) == vars(two)
             continue
-        assert (str(one.node), one.inputs, one.outputs) == (str(two.node), two.inputs, two.outputs)
+        shown = [str(each.node).partition("  # ")[0] for each in (one, two)]  # identical calls share one's lines
+        assert (shown[0], one.inputs, one.outputs) == (shown[1], two.inputs, two.outputs)
         if isinstance(one, OperatorPlan):
             assert (one.axes_of, one.algorithm, one.cut_axes) == (two.axes_of, two.algorithm, two.cut_axes)
             assert vars(one.signature).keys() == vars(two.signature).keys()

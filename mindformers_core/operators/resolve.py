@@ -164,10 +164,9 @@ def resolved(call, choice, limit=None):
             return None
         if index not in call.free:
             price += _moved(call, meta.layout, needed, meta.shape, meta.dtype, index in call.trained)
-    trained = bool(call.trained) and facts_of(call.name).gradient == FLOWS
     for shape, dtype, made, wanted in zip(signature.output_shapes, call.dtypes, outputs, call.outputs or ()):
         if wanted is not None:
-            price += _moved(call, made, wanted, shape, dtype, trained)
+            price += _moved(call, made, wanted, shape, dtype, _flows(call))
     if limit is not None and not price.improves_on(limit):
         return None
     found = Resolution(choice, inputs, outputs, chosen_algorithm(call.name, signature, choice.axes_of), price, price)
@@ -178,15 +177,25 @@ def resolved(call, choice, limit=None):
     for index, (kept, layout) in enumerate(zip(call.kept, inputs)):
         yields = kept and index in signature.yielding
         given_up += _given_up(kept.difference(*(each.cut_axes for each in firm)) if yields else kept, layout, ended)
-    dtypes = (*(meta.dtype for meta in call.metas), *call.dtypes)
-    seconds = computation_seconds(call.name, signature, call.mesh, choice.axes_of, dtypes, call.device_model)
-    own = Price(given_up, 0.0, seconds * (1 + BACKWARD_WORK * trained))
+    own = Price(given_up, 0.0, seconds_of(call, choice.axes_of))
     if name is not None and call.algorithm_price is not None:
         own += call.algorithm_price(call, found)
     price += own
     if limit is not None and not price.improves_on(limit):
         return None
     return replace(found, own=own, price=price)
+
+
+def seconds_of(call, axes_of):
+    """Seconds of an `OperatorCall` on a rank, and of its gradient where one flows: see `computation_seconds`."""
+    dtypes = (*(meta.dtype for meta in call.metas), *call.dtypes)
+    seconds = computation_seconds(call.name, call.signature, call.mesh, axes_of, dtypes, call.device_model)
+    return seconds * (1 + BACKWARD_WORK * _flows(call))
+
+
+def _flows(call):
+    """Whether a gradient flows back through an operator to what is trained."""
+    return bool(call.trained) and facts_of(call.name).gradient == FLOWS
 
 
 def _given_up(kept, layout, ended):

@@ -62,6 +62,12 @@ def boundary_target(declared, mesh, shape, arriving, weight_axes, name):
     return target.replace(varying={*target.varying, *marks})
 
 
+def activation_axes(declarations, mesh):
+    """The mesh axes over which Cells declare inputs or outputs cut."""
+    each = (given for cell in declarations.values() for given in (*cell.inputs.values(), *cell.outputs.values()))
+    return {axis for given in each if given is not None for axis in bind_layout(given, mesh).cut_axes}
+
+
 def check_outputs(label, declared, outputs):
     """Raise `ValueError` where a Cell (`label`) declares a layout for an output that isn't among its `outputs`."""
     for key in declared:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from mindformers_core.operators import OperatorCall, facts_of, is_float, tensor_meta
-from mindformers_core.operators.resolve import jointly_kept, resolve, resolved, undivided_reason
+from mindformers_core.operators.resolve import jointly_kept, resolve, resolved, seconds_of, undivided_reason
+from mindformers_core.placement import axes_in
 from mindformers_core.program.graph import CallNode, match_arguments
 from mindformers_core.program.plan import Reason
 from mindformers_core.program.structure import tree_leaves
@@ -70,6 +71,7 @@ class Decision:
         weights: keys of the tensors that are computed from declared parameters alone.
         inside: the `Price` without redistributions of arguments and parameters, which callers may share.
         price: the whole `Price`.
+        work: seconds of computation, were operators cut over `Propagation.activation_axes` alone.
     """
 
     graph: object
@@ -83,6 +85,7 @@ class Decision:
     weights: set = field(default_factory=set)
     inside: Price = FREE
     price: Price = FREE
+    work: float = 0.0
 
 
 def decide_plan(run, graph, arguments, final=False, wanted=None, choices=None):
@@ -169,7 +172,7 @@ class _OpenCall:
         free, trained, kept = self.known_of(keys)
         given, choice = (metas, free, trained, kept), self.choices.get(place)
         key = id(node), *given, choice
-        call, plan, reasons, own = self.run.operator(key, lambda: self.planned(node, *given, choice))
+        call, plan, reasons, own, work = self.run.operator(key, lambda: self.planned(node, *given, choice))
         for key, layout, reason in zip(keys, plan.inputs, reasons):
             self.take(key, layout, reason)
         flow = operator_flow(node, [self.decision.flows[key] for key in keys])
@@ -181,6 +184,7 @@ class _OpenCall:
         self.decision.entries.append(plan if outputs == plan.outputs else replace(plan, outputs=outputs))
         self.decision.calls.append(call)
         self.decision.inside += own
+        self.decision.work += work
         name = f"of operator '{node.attribute}' ({node.operator}) in {self.label}"
         wanted = [(value, layout) for value, layout in zip(made, call.outputs or ()) if layout is not None]
         self.cross([(value, layout, Reason(f"{made.index(value)} {name}", "output")) for value, layout in wanted], ())
@@ -193,7 +197,7 @@ class _OpenCall:
         return free, trained, tuple(each & self.decision.current[key].cut_axes for each, key in zip(axes, keys))
 
     def planned(self, node, metas, free, trained, kept, choice):
-        """An operator's `OperatorCall` and `OperatorPlan`, why its inputs have their layouts, and its own `Price`."""
+        """An operator's `OperatorCall`, its plan, why its inputs have their layouts, its own `Price` and `work`."""
         run = self.run
         try:
             signature = run.signature(node)
@@ -213,7 +217,10 @@ class _OpenCall:
             raise type(error)(self.located(node, str(error))) from error
         ways = zip(signature.inputs, metas, plan.inputs)
         whys = [undivided_reason(signature, dims, meta.layout, layout) for dims, meta, layout in ways]
-        return call, plan, [Reason(node.operator, undivided=why) for why in whys], found.own
+        cuts = found.choice.axes_of.items()
+        kept = {factor: tuple(axis for axis in axes_in(axes) if axis in run.activation_axes) for factor, axes in cuts}
+        reasons = [Reason(node.operator, undivided=why) for why in whys]
+        return call, plan, reasons, found.own, seconds_of(call, kept)
 
     def located(self, node, text):
         """An error's text, extended by the Cell, the operator and the source line."""
@@ -307,6 +314,7 @@ class _OpenCall:
         for entry in decision.entries:
             if isinstance(entry, CallDecision) and entry.decision is not None:
                 decision.inside += entry.decision.inside
+                decision.work += entry.decision.work
         shared = FREE
         for key, required in decision.required.items():
             if not required.moves:

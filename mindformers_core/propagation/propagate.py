@@ -24,7 +24,7 @@ from mindformers_core.program.free_variables import lambda_lift
 from mindformers_core.program.graph import CallNode
 from mindformers_core.program.structure import tree_leaves
 from mindformers_core.propagation.algorithms import algorithm_steps, own_gradient_steps
-from mindformers_core.propagation.boundaries import Declaration
+from mindformers_core.propagation.boundaries import Declaration, activation_axes
 from mindformers_core.propagation.decide import decide_plan, gradient_flow
 from mindformers_core.propagation.insertion import insert_redistributions
 from mindformers_core.propagation.lookahead import improve
@@ -103,6 +103,7 @@ class Propagation:
         batch_axes: the mesh axes that cut no parameter with a declared layout, or an argument of the root and only
             parameters that are cut with it, see `Signature.joint`.
         weight_axes: those that cut one, and no argument of the root.
+        activation_axes: those that cut an argument of the root, or a declared input or output of a Cell.
     """
 
     def __init__(self, mesh, parameters, declarations, device_model, free=(), algorithm=None):
@@ -112,6 +113,7 @@ class Propagation:
         self.device_model, self.algorithm = device_model, algorithm
         weights = {axis for path in parameters.keys() - self.free for axis in parameters[path].cut_axes}
         self.batch_axes, self.weight_axes = frozenset(mesh.axis_names) - weights, frozenset(weights)
+        self.activation_axes = activation_axes(declarations, mesh)
         self._declarations = declarations
         self._below = _by_ancestor(declarations)
         self._decisions, self._improved, self._plans = {}, {}, {}
@@ -151,6 +153,7 @@ class Propagation:
             alone = self.parameters.keys() - self.free - {*self._taken_jointly(graph)}
             self.batch_axes |= cut.difference(*(self.parameters[path].cut_axes for path in alone))
         self.weight_axes -= cut
+        self.activation_axes |= cut
         return self.improved(graph, arguments, final)
 
     def _taken_jointly(self, graph):

@@ -37,7 +37,8 @@ def save_plan(plan, path):
     mesh = {"shape": plan.mesh.shape, "axis_names": plan.mesh.axis_names}
     head = {"format": _FORMAT, "version": _VERSION, "mesh": mesh, "device_model": asdict(plan.device_model)}
     places = _places(plan)
-    cells = [_cell_data(found, places) for found in _distinct(places)]
+    paths = {places[found]: path for path, found in reversed([*plan.walk()])}  # of first calls
+    cells = [_cell_data(paths[place], found, places) for place, found in enumerate(_distinct(places))]
     write_whole(path, json.dumps(head | {"cells": cells}, indent=1, ensure_ascii=False) + "\n")
 
 
@@ -131,13 +132,13 @@ def _distinct(places):
     return [firsts[place] for place in sorted(firsts)]
 
 
-def _cell_data(plan, places):
-    """A `CellPlan` as JSON-able data."""
+def _cell_data(path, plan, places):
+    """A `CellPlan` that the Cell at `path` is the first to have, as JSON-able data."""
     graph = captured_graph(plan.graph)
     numbers = {id(node): number for number, node in enumerate(graph.nodes)}
     entries = [entry for entry in plan.instructions if not isinstance(entry, Redistribution)]
     return {
-        "cell": graph.path,
+        "cell": path,
         "structure": graph.key,
         "graph": _graph_lines(graph),
         "choices": {
