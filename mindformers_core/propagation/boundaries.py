@@ -63,8 +63,8 @@ def boundary_target(declared, mesh, shape, arriving, weight_axes, name):
 
 
 def activation_axes(declarations, mesh):
-    """The mesh axes over which Cells declare inputs or outputs cut."""
-    each = (given for cell in declarations.values() for given in (*cell.inputs.values(), *cell.outputs.values()))
+    """The mesh axes over which Cells with these `Declaration`s declare inputs or outputs cut."""
+    each = (given for cell in declarations for given in (*cell.inputs.values(), *cell.outputs.values()))
     return {axis for given in each if given is not None for axis in bind_layout(given, mesh).cut_axes}
 
 

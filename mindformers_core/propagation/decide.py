@@ -217,10 +217,15 @@ class _OpenCall:
             raise type(error)(self.located(node, str(error))) from error
         ways = zip(signature.inputs, metas, plan.inputs)
         whys = [undivided_reason(signature, dims, meta.layout, layout) for dims, meta, layout in ways]
-        cuts = found.choice.axes_of.items()
-        kept = {factor: tuple(axis for axis in axes_in(axes) if axis in run.activation_axes) for factor, axes in cuts}
         reasons = [Reason(node.operator, undivided=why) for why in whys]
-        return call, plan, reasons, found.own, seconds_of(call, kept)
+        return call, plan, reasons, found.own, self.work(call, found)
+
+    def work(self, call, found):
+        """What a `Resolution` of an `OperatorCall` adds to `Decision.work`."""
+        cuts, kept = {factor: axes_in(axes) for factor, axes in found.choice.axes_of.items()}, self.run.activation_axes
+        if kept.issuperset(axis for axes in cuts.values() for axis in axes):
+            return found.own.computation
+        return seconds_of(call, {factor: tuple(axis for axis in axes if axis in kept) for factor, axes in cuts.items()})
 
     def located(self, node, text):
         """An error's text, extended by the Cell, the operator and the source line."""

@@ -113,9 +113,11 @@ class Propagation:
         self.device_model, self.algorithm = device_model, algorithm
         weights = {axis for path in parameters.keys() - self.free for axis in parameters[path].cut_axes}
         self.batch_axes, self.weight_axes = frozenset(mesh.axis_names) - weights, frozenset(weights)
-        self.activation_axes = activation_axes(declarations, mesh)
+        shown = {path: repr(declaration) for path, declaration in declarations.items()}
+        distinct = {shown[path]: declaration for path, declaration in declarations.items()}
+        self.activation_axes = activation_axes(distinct.values(), mesh)
         self._declarations = declarations
-        self._below = _by_ancestor(declarations)
+        self._below = _by_ancestor(shown)
         self._decisions, self._improved, self._plans = {}, {}, {}
         self._signatures, self._operators, self._algorithms = {}, {}, {}
 
@@ -221,10 +223,10 @@ def _once(known, key, make):
 
 
 def _by_ancestor(declarations):
-    """Path of a Cell -> the declarations of the Cell and those below, by relative path, in a comparable form."""
+    """Path of a Cell -> the declarations, in a comparable form, of the Cell and those below, by relative path."""
     pairs = []
-    for path, declaration in declarations.items():
-        segments, shown = path.split(".") if path else [], repr(declaration)
+    for path, shown in declarations.items():
+        segments = path.split(".") if path else []
         ways = ((".".join(segments[:end]), ".".join(segments[end:])) for end in range(len(segments) + 1))
         pairs += [(ancestor, (relative, shown)) for ancestor, relative in ways]
     return {path: tuple(sorted(entries)) for path, entries in grouped(pairs).items()}
