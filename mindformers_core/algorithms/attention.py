@@ -206,36 +206,32 @@ def _placed(x, back):
     return ops.gather(ops.cat((rows, ops.zeros((1, x.shape[3]), x.dtype)), 0), back, 0)
 
 
-class OwnGradient(nn.Cell):
-    """Output and sums of some tensors, of which the first ones have gradients, for PyNative.
+class _OwnGradient(nn.Cell):
+    """The results of `attended`, with `slopes` as their gradient, for PyNative: see `with_own_gradient`."""
 
-    Subclasses have `attended(given)`, both results of all tensors, and `slopes(given, results, gradients)`, the
-    gradients of the first ones from those of both.
-    """
-
-    def __init__(self, *known):
+    def __init__(self, attended, slopes, known):
         super().__init__(auto_prefix=False)
-        self.known = known
+        self.attended, self.slopes, self.known = attended, slopes, known
 
     def construct(self, *given):
-        return self.attended(given)
+        return self.attended(*given, *self.known)
 
     def bprop(self, *given):
         *given, results, gradients = given
-        found = self.slopes(given, results, gradients)
+        found = self.slopes(*given, *self.known, results, gradients)
         return *found, *[ops.zeros_like(each) for each in given[len(found) :]]
 
 
-class OwnGraphGradient(nn.Cell):
-    """The results of an `OwnGradient`, whose `slopes` it has, too, with their gradient, for graphs.
+class _OwnGraphGradient(nn.Cell):
+    """Results that are given, with `slopes` as their gradient, for graphs: see `with_own_gradient`.
 
     Results are arguments, and the Cell's have a dim more, since in a compiled function that PyNative differentiates a
     `bprop` gets the results of the Cell's last call; no integers pass through it (see docs/mindspore.md).
     """
 
-    def __init__(self, *known):
+    def __init__(self, slopes, known):
         super().__init__(auto_prefix=False)
-        self.known = known
+        self.slopes, self.known = slopes, known
 
     def construct(self, query, key, value, first, last, places, own, draws, output, sums):
         return ops.expand_dims(output, 0), ops.expand_dims(sums, 0)
@@ -243,8 +239,27 @@ class OwnGraphGradient(nn.Cell):
     def bprop(self, query, key, value, first, last, places, own, draws, output, sums, out, dout):
         given, results = (query, key, value, first, last, places, own, draws), (output, sums)
         gradients = [ops.reshape(gradient, result.shape) for gradient, result in zip(dout, results)]
-        found = self.slopes(given, results, gradients)
+        found = self.slopes(*given, *self.known, results, gradients)
         return *found, *[ops.zeros_like(each) for each in (*given[len(found) :], output, sums)]
+
+
+_in_pynative, _in_graph = lru_cache(_KEPT)(_OwnGradient), lru_cache(_KEPT)(_OwnGraphGradient)
+
+
+def with_own_gradient(attended, slopes, trained, given, known):
+    """Output and sums of `attended(*trained, *given, *known)`.
+
+    Args:
+        slopes: function of the same arguments, both results and both of their gradients to the gradients of `trained`.
+        trained, given: eight tensors.
+        known: what is static, hashable.
+    """
+    if not in_graph():
+        return _in_pynative(attended, slopes, known)(*trained, *given)
+    given = tuple([_cast(each, ms.float32) for each in given])
+    output, sums = attended(*[ops.stop_gradient(each) for each in trained], *given, *known)
+    outputs, all_sums = _in_graph(slopes, known)(*trained, *given, output, sums)
+    return ops.reshape(outputs, output.shape), ops.reshape(all_sums, sums.shape)
 
 
 def _attended(query, key, value, first, last, places, own, draws, scale, blocks, drop):
@@ -262,22 +277,6 @@ def _slopes(query, key, value, first, last, places, own, draws, scale, blocks, d
     return [_cast(each, x.dtype) for each, x in zip(found, given)]
 
 
-class _Attention(OwnGradient):
-    def attended(self, given):
-        return _attended(*given, *self.known)
-
-    def slopes(self, given, results, gradients):
-        return _slopes(*given, *self.known, results, gradients)
-
-
-class _WithGradient(OwnGraphGradient):
-    def slopes(self, given, results, gradients):
-        return _slopes(*given, *self.known, results, gradients)
-
-
-_attention, _with_gradient = lru_cache(_KEPT)(_Attention), lru_cache(_KEPT)(_WithGradient)
-
-
 def attend(
     query, key, value, first, last, places, scale, order=None, reach=(None, None), exact=False, algorithm="auto",
     drop=0.0, own=None, draws=None,
@@ -292,13 +291,7 @@ def attend(
     kernel = query.dtype, query.shape[3], value.shape[3], drop
     known = scale, _blocks(query.shape, key.shape, order, reach, exact, kernel), drop
     ranges = (first, last, places, own, draws) if drop else (first, last, places, first, places)
-    if not in_graph():
-        return _attention(*known)(query, key, value, *ranges)
-    ranges = tuple([_cast(each, ms.float32) for each in ranges])
-    free = ops.stop_gradient(query), ops.stop_gradient(key), ops.stop_gradient(value)
-    output, sums = _attended(*free, *ranges, *known)
-    outputs, all_sums = _with_gradient(*known)(query, key, value, *ranges, output, sums)
-    return ops.reshape(outputs, output.shape), ops.reshape(all_sums, sums.shape)
+    return with_own_gradient(_attended, _slopes, (query, key, value), ranges, known)
 
 
 @lru_cache(_KEPT)

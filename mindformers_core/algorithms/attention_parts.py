@@ -9,25 +9,20 @@ constants would be one; rows 1 and 2 are the chunks of queries and of keys; then
 for every chunk of keys, a row with 1 for the slots that have it, and 0 for the others; slots of no chunk don't count.
 """
 
-from functools import lru_cache
-
 import mindspore as ms
 from mindspore import ops
 
 from mindformers_core.algorithms.attention import (
     LOWEST,
-    OwnGradient,
-    OwnGraphGradient,
     attend_gradient,
     attend_part,
     output_delta,
     score_dtype,
+    with_own_gradient,
 )
-from mindformers_core.algorithms.compiled import in_graph
 from mindformers_core.operators.visible_blocks import known_blocks
 
 _largest, _product, _cast, _sum = ops.ReduceMax(), ops.MatMul(), ops.Cast(), ops.ReduceSum()
-_KEPT = 64  # shapes whose Cells are remembered
 
 
 def add_part(output, sums, query, both, first, last, places, table, scale, known, drop=0.0, own=None, draws=None):
@@ -111,12 +106,7 @@ def attend_chunks(
     """
     known = scale, products, is_fused, drop
     ranges = (first, last, places, own, draws) if drop else (first, last, places, first, places)
-    if not in_graph():
-        return _to_chunks(*known)(query, both, table, *ranges)
-    table, *ranges = [_cast(each, ms.float32) for each in (table, *ranges)]
-    output, sums = _attended(ops.stop_gradient(query), ops.stop_gradient(both), table, *ranges, *known)
-    outputs, all_sums = _to_chunks_in_graph(*known)(query, both, table, *ranges, output, sums)
-    return ops.reshape(outputs, output.shape), ops.reshape(all_sums, sums.shape)
+    return with_own_gradient(_attended, _slopes, (query, both), (table, *ranges), known)
 
 
 def _attended(query, both, table, first, last, places, own, draws, scale, products, is_fused, drop):
@@ -152,22 +142,6 @@ def _stacked(query, both, table, first, last, places, own, draws, is_fused, drop
     dtype = query.dtype if is_fused else score_dtype(query)  # in blocks, CPU computes no bfloat16
     given = stack(_cast(query, dtype), count), _cast(both, dtype), stack(first, count), stack(last, count), places
     return given, _cast(table, ms.int32), (drop, stack(own, count), draws) if drop else ()
-
-
-class _ToChunks(OwnGradient):
-    def attended(self, given):
-        return _attended(*given, *self.known)
-
-    def slopes(self, given, results, gradients):
-        return _slopes(*given, *self.known, results, gradients)
-
-
-class _ToChunksInGraph(OwnGraphGradient):
-    def slopes(self, given, results, gradients):
-        return _slopes(*given, *self.known, results, gradients)
-
-
-_to_chunks, _to_chunks_in_graph = lru_cache(_KEPT)(_ToChunks), lru_cache(_KEPT)(_ToChunksInGraph)
 
 
 def _picked(query, both, first, last, places, table):
