@@ -36,6 +36,14 @@ def operator_flow(node, flows):
     return flow if passes_gradient(node.operator) else min(flow, FLOWS)
 
 
+def _work(call, found, kept):
+    """Seconds of a `Resolution` of an `OperatorCall`, were it cut over the axes `kept` alone."""
+    cuts = {factor: axes_in(axes) for factor, axes in found.choice.axes_of.items()}
+    if kept.issuperset(axis for axes in cuts.values() for axis in axes):
+        return found.own.computation
+    return seconds_of(call, {factor: tuple(axis for axis in axes if axis in kept) for factor, axes in cuts.items()})
+
+
 @dataclass(frozen=True, eq=False)
 class CallDecision:
     """How a child Cell is called, wherever redistributions are inserted.
@@ -218,14 +226,7 @@ class _OpenCall:
         ways = zip(signature.inputs, metas, plan.inputs)
         whys = [undivided_reason(signature, dims, meta.layout, layout) for dims, meta, layout in ways]
         reasons = [Reason(node.operator, undivided=why) for why in whys]
-        return call, plan, reasons, found.own, self.work(call, found)
-
-    def work(self, call, found):
-        """What a `Resolution` of an `OperatorCall` adds to `Decision.work`."""
-        cuts, kept = {factor: axes_in(axes) for factor, axes in found.choice.axes_of.items()}, self.run.activation_axes
-        if kept.issuperset(axis for axes in cuts.values() for axis in axes):
-            return found.own.computation
-        return seconds_of(call, {factor: tuple(axis for axis in axes if axis in kept) for factor, axes in cuts.items()})
+        return call, plan, reasons, found.own, _work(call, found, run.activation_axes)
 
     def located(self, node, text):
         """An error's text, extended by the Cell, the operator and the source line."""
