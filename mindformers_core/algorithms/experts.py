@@ -171,9 +171,9 @@ def _by_sizes(x, ids, gate_up, down, gate_up_bias, down_bias, activation):
     order = ops.argsort(keys)
     sizes = ops.cast(ops.unsorted_segment_sum(ops.ones_like(keys), keys, count + 1), mstype.int64)
     sizes = [sizes[key].item() for key in range(count + 1)]
-    taken = ops.minimum(order // ids.shape[1], x.shape[0])
-    parts = ops.split(ops.gather(ops.cat((x, nothing), 0), taken, 0), sizes)
-    found = _each(range(count), parts[:count], gate_up, down, gate_up_bias, down_bias, activation)
+    taken = ops.minimum(order // ids.shape[1], x.shape[0])[: total + count - sizes[count]]  # -1 are last
+    parts = ops.split(ops.gather(ops.cat((x, nothing), 0), taken, 0), sizes[:count])
+    found = _each(range(count), parts, gate_up, down, gate_up_bias, down_bias, activation)
     places = ops.where(ops.less(flat, 0), 0, ops.argsort(order)[:total] + 1)
     return ops.reshape(ops.gather(ops.cat((nothing, *found), 0), places, 0), (*ids.shape, x.shape[1]))
 
