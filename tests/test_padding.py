@@ -160,6 +160,11 @@ def test_manual_split_equals_one_table(plan):
         return
 
     def work(rank):
+        lines = explain(shard(Columns(), mesh, plan=table), ids[:3]).splitlines()
+        sent = [line for line in lines if "→" in line and "over tp" in line]
+        assert len(sent) == 1 and "all_gather dim 1 over tp" in sent[0] and "for Reshape" in sent[0], (
+            "behind the lookup"
+        )
         net = shard(Columns(), mesh, plan=table | {"head": {"input": layout("dp", "tp")}})
         assert net.table.shape == (30, 3) and net.table.asnumpy()[SIZES[rank % 4] :].any() == False  # noqa: E712
         assert (full_parameters(net)["table"].asnumpy() == Columns().table.asnumpy()).all()

@@ -23,7 +23,7 @@ from mindformers_core.operators import tensor_meta
 from mindformers_core.program.plan import CallPlan, OperatorPlan
 from mindformers_core.program.structure import tree_leaves
 from mindformers_core.propagation.boundaries import Declaration, OperatorDeclaration
-from mindformers_core.propagation.decide import FLOWS
+from mindformers_core.propagation.decide import FLOWS, NOTHING
 from mindformers_core.propagation.propagate import Propagation, derive_parameters, propagate
 from mindformers_core.redistribution import CPU
 from mindformers_core.tensor_parallel import distribute_tensor, shard
@@ -207,12 +207,31 @@ def test_nothing_is_computed_on_all_ranks_to_save_communication():
     assert [str(place) for place in embedding.instructions[1].inputs] == ["[tp, -] (varying: dp)", "[dp, -]"]
 
 
-def test_work_over_the_axis_of_weights_is_replicated_where_that_costs_less():
-    """By bytes alone the plan of this net took 7.15 ms; its last convolution cut over tp would take 7.75 ms."""
+@pytest.mark.parametrize(
+    ("declared", "kept"),
+    [
+        ({}, {"dp"}),
+        ({"norm2": {"output": layout("dp", "tp")}}, {"dp", "tp"}),
+        ({"norm2": {"input": layout("dp", "None")}}, {"dp"}),
+        ({"norm2": {"output": layout("dp", "tpp")}}, "output 0 of Cell 'norm2'.*tpp"),
+        ({"norm2": {"input": layout("a")}}, "input 'x' of Cell 'norm2'.*unknown mesh axis 'a'"),
+    ],
+)
+def test_axes_of_activations(declared, kept):
+    """Over other axes, which cut weights, work is replicated where that costs less: the last convolution is whole."""
     example, (args, _) = AUTHORS["unet"], AUTHORS["unet"].inputs(0)
-    graph, mesh, *given = captured(example.make().set_train(), MESH, args, plan=example.plan(axes_of(MESH)))
-    run = Propagation(mesh, *given[1:], CPU, algorithm=algorithm_of)
-    assert run.decide_root(graph, given[0], True).price.seconds <= 7.15e-3
+    plan = example.plan(axes_of(MESH)) | declared
+    graph, mesh, *given = captured(example.make().set_train(), MESH, args, plan=plan)
+    free, bound = (Propagation(mesh, *given[1:], CPU, algorithm=algorithm_of) for _ in range(2))
+    if isinstance(kept, str):
+        with pytest.raises(ValueError, match=kept):
+            free.decide_root(graph, given[0], True)
+        return
+    found = free.decide_root(graph, given[0], True)
+    assert free.activation_axes == kept
+    bound.activation_axes = frozenset(mesh.axis_names)
+    other = bound.improved(graph, {key: (at, NOTHING, False) for key, at in given[0].items()}, True)
+    assert found.price.improves_on(other.price) == (kept == {"dp"}), (found.price, other.price)
 
 
 def test_a_partial_sum_that_is_needed_whole_and_cut_is_reduced_once():

@@ -243,14 +243,15 @@ class _OwnGraphGradient(nn.Cell):
         return *found, *[ops.zeros_like(each) for each in (*given[len(found) :], output, sums)]
 
 
-_in_pynative, _in_graph = lru_cache(_KEPT)(_OwnGradient), lru_cache(_KEPT)(_OwnGraphGradient)
+_in_pynative, _in_graph = (lru_cache(2 * _KEPT)(cell) for cell in (_OwnGradient, _OwnGraphGradient))
 
 
 def with_own_gradient(attended, slopes, trained, given, known):
     """Output and sums of `attended(*trained, *given, *known)`.
 
     Args:
-        slopes: function of the same arguments, both results and both of their gradients to the gradients of `trained`.
+        attended, slopes: functions of a module, since the Cells of equal calls are kept. `slopes` gets the same
+            arguments, both results and both of their gradients, and gives the gradients of `trained`.
         trained, given: eight tensors.
         known: what is static, hashable.
     """

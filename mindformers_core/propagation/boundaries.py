@@ -62,10 +62,27 @@ def boundary_target(declared, mesh, shape, arriving, weight_axes, name):
     return target.replace(varying={*target.varying, *marks})
 
 
-def activation_axes(declarations, mesh):
-    """The mesh axes over which Cells with these `Declaration`s declare inputs or outputs cut."""
-    each = (given for cell in declarations for given in (*cell.inputs.values(), *cell.outputs.values()))
-    return {axis for given in each if given is not None for axis in bind_layout(given, mesh).cut_axes}
+def activation_axes(graph, declaration_of, mesh):
+    """The mesh axes over which called Cells declare inputs or outputs cut; all, where one gives operators strategies.
+
+    Args:
+        graph: the `CellGraph` of the root.
+        declaration_of: path of a Cell -> its `Declaration`.
+
+    Raises:
+        TypeError, ValueError: a declared layout is none, or doesn't fit its tensor.
+    """
+    found, known = frozenset(), {}
+    for called in graph.calls():
+        declaration = declaration_of(called.path)
+        if known.get(called.key) == declaration:  # of an equal layer
+            continue
+        known[called.key] = declaration
+        if declaration.operators:
+            return frozenset(mesh.axis_names)
+        for value, given, name in (*declared_inputs(called, declaration), *declared_outputs(called, declaration)):
+            found |= bind_layout(given, mesh, len(value.shape), None, name).cut_axes
+    return found
 
 
 def check_outputs(label, declared, outputs):

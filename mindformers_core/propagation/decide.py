@@ -36,12 +36,12 @@ def operator_flow(node, flows):
     return flow if passes_gradient(node.operator) else min(flow, FLOWS)
 
 
-def _work(call, found, kept):
-    """Seconds of a `Resolution` of an `OperatorCall`, were it cut over the axes `kept` alone."""
-    cuts = {factor: axes_in(axes) for factor, axes in found.choice.axes_of.items()}
-    if kept.issuperset(axis for axes in cuts.values() for axis in axes):
+def _seconds_over(axes, call, found):
+    """Seconds of a `Resolution` of an `OperatorCall`, were it cut over these axes alone."""
+    cuts = {factor: axes_in(cut) for factor, cut in found.choice.axes_of.items()}
+    if axes.issuperset(axis for cut in cuts.values() for axis in cut):
         return found.own.computation
-    return seconds_of(call, {factor: tuple(axis for axis in axes if axis in kept) for factor, axes in cuts.items()})
+    return seconds_of(call, {factor: tuple(axis for axis in cut if axis in axes) for factor, cut in cuts.items()})
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +79,7 @@ class Decision:
         weights: keys of the tensors that are computed from declared parameters alone.
         inside: the `Price` without redistributions of arguments and parameters, which callers may share.
         price: the whole `Price`.
-        work: seconds of computation, were operators cut over `Propagation.activation_axes` alone.
+        activation_seconds: seconds of computation, were operators cut over `Propagation.activation_axes` alone.
     """
 
     graph: object
@@ -93,7 +93,7 @@ class Decision:
     weights: set = field(default_factory=set)
     inside: Price = FREE
     price: Price = FREE
-    work: float = 0.0
+    activation_seconds: float = 0.0
 
 
 def decide_plan(run, graph, arguments, final=False, wanted=None, choices=None):
@@ -180,7 +180,7 @@ class _OpenCall:
         free, trained, kept = self.known_of(keys)
         given, choice = (metas, free, trained, kept), self.choices.get(place)
         key = id(node), *given, choice
-        call, plan, reasons, own, work = self.run.operator(key, lambda: self.planned(node, *given, choice))
+        call, plan, reasons, own, alone = self.run.operator(key, lambda: self.planned(node, *given, choice))
         for key, layout, reason in zip(keys, plan.inputs, reasons):
             self.take(key, layout, reason)
         flow = operator_flow(node, [self.decision.flows[key] for key in keys])
@@ -192,7 +192,7 @@ class _OpenCall:
         self.decision.entries.append(plan if outputs == plan.outputs else replace(plan, outputs=outputs))
         self.decision.calls.append(call)
         self.decision.inside += own
-        self.decision.work += work
+        self.decision.activation_seconds += alone
         name = f"of operator '{node.attribute}' ({node.operator}) in {self.label}"
         wanted = [(value, layout) for value, layout in zip(made, call.outputs or ()) if layout is not None]
         self.cross([(value, layout, Reason(f"{made.index(value)} {name}", "output")) for value, layout in wanted], ())
@@ -205,7 +205,7 @@ class _OpenCall:
         return free, trained, tuple(each & self.decision.current[key].cut_axes for each, key in zip(axes, keys))
 
     def planned(self, node, metas, free, trained, kept, choice):
-        """An operator's `OperatorCall`, its plan, why its inputs have their layouts, its own `Price` and `work`."""
+        """An operator's call, plan, why its inputs have their layouts, its own `Price` and `activation_seconds`."""
         run = self.run
         try:
             signature = run.signature(node)
@@ -226,7 +226,7 @@ class _OpenCall:
         ways = zip(signature.inputs, metas, plan.inputs)
         whys = [undivided_reason(signature, dims, meta.layout, layout) for dims, meta, layout in ways]
         reasons = [Reason(node.operator, undivided=why) for why in whys]
-        return call, plan, reasons, found.own, _work(call, found, run.activation_axes)
+        return call, plan, reasons, found.own, _seconds_over(run.activation_axes, call, found)
 
     def located(self, node, text):
         """An error's text, extended by the Cell, the operator and the source line."""
@@ -320,7 +320,7 @@ class _OpenCall:
         for entry in decision.entries:
             if isinstance(entry, CallDecision) and entry.decision is not None:
                 decision.inside += entry.decision.inside
-                decision.work += entry.decision.work
+                decision.activation_seconds += entry.decision.activation_seconds
         shared = FREE
         for key, required in decision.required.items():
             if not required.moves:

@@ -4,9 +4,9 @@ The search starts from the choices of `decide_plan`, operator by operator, and t
 redistribution that sends anything, or that keeps a part of what every rank has computed. Backward: let the producer
 emit the required layout, then its producers in turn. Forward: let the consumer compute in another sharding; a product
 of a partial sum also in one that nothing has, since the sum can be scattered. All later operators are decided again. A
-trial is accepted if its price is lower and no rank computes a larger part of activations that are declared cut: at
-small sizes, where launches of collectives cost most, computing all would save some, and models would be tried with
-other plans than they are trained with. Over axes that cut weights alone the price decides.
+trial is accepted if its price is lower, and a rank's computation, were operators cut over the axes of declared
+activations alone, takes no longer: at small sizes, where launches of collectives cost most, computing the batch on all
+ranks would save some, and models would be tried with other plans than they are trained with.
 Finally, redistributions move above shape operators where that costs no more: there other consumers can share them.
 The effort is limited: it grows with the square of a Cell's operators, of which real Cells have a few dozen.
 """
@@ -35,11 +35,11 @@ def improve(run, graph, arguments, final, wanted):
     left = MOST_NODES // max(1, len(graph.nodes))
     tried, improved = set(), False
     while left > 0:
-        most = best.work * (1 + 1e-9)
+        most = best.activation_seconds * (1 + 1e-9)
         for origin, candidate in _candidates(run, best, choices, tried):
             left -= 1
             trial = tried_out(candidate)
-            if trial is not None and trial.work <= most and trial.price.improves_on(best.price):
+            if trial is not None and trial.activation_seconds <= most and trial.price.improves_on(best.price):
                 best, choices, improved = trial, choices | candidate, True
                 tried.add(origin)
                 break

@@ -103,7 +103,8 @@ class Propagation:
         batch_axes: the mesh axes that cut no parameter with a declared layout, or an argument of the root and only
             parameters that are cut with it, see `Signature.joint`.
         weight_axes: those that cut one, and no argument of the root.
-        activation_axes: those that cut an argument of the root, or a declared input or output of a Cell.
+        activation_axes: those that cut an argument of the root, or a declared input or output of a Cell that is called;
+            all, where strategies of operators are declared.
     """
 
     def __init__(self, mesh, parameters, declarations, device_model, free=(), algorithm=None):
@@ -113,11 +114,9 @@ class Propagation:
         self.device_model, self.algorithm = device_model, algorithm
         weights = {axis for path in parameters.keys() - self.free for axis in parameters[path].cut_axes}
         self.batch_axes, self.weight_axes = frozenset(mesh.axis_names) - weights, frozenset(weights)
-        shown = {path: repr(declaration) for path, declaration in declarations.items()}
-        distinct = {shown[path]: declaration for path, declaration in declarations.items()}
-        self.activation_axes = activation_axes(distinct.values(), mesh)
+        self.activation_axes = frozenset()  # until there is a root
         self._declarations = declarations
-        self._below = _by_ancestor(shown)
+        self._below = _by_ancestor(declarations)
         self._decisions, self._improved, self._plans = {}, {}, {}
         self._signatures, self._operators, self._algorithms = {}, {}, {}
 
@@ -155,7 +154,8 @@ class Propagation:
             alone = self.parameters.keys() - self.free - {*self._taken_jointly(graph)}
             self.batch_axes |= cut.difference(*(self.parameters[path].cut_axes for path in alone))
         self.weight_axes -= cut
-        self.activation_axes |= cut
+        assert not self._operators, "decisions depend on these axes"
+        self.activation_axes = activation_axes(graph, self.declaration, self.mesh) | cut
         return self.improved(graph, arguments, final)
 
     def _taken_jointly(self, graph):
@@ -223,10 +223,10 @@ def _once(known, key, make):
 
 
 def _by_ancestor(declarations):
-    """Path of a Cell -> the declarations, in a comparable form, of the Cell and those below, by relative path."""
+    """Path of a Cell -> the declarations of the Cell and those below, by relative path, in a comparable form."""
     pairs = []
-    for path, shown in declarations.items():
-        segments = path.split(".") if path else []
+    for path, declaration in declarations.items():
+        segments, shown = path.split(".") if path else [], repr(declaration)
         ways = ((".".join(segments[:end]), ".".join(segments[end:])) for end in range(len(segments) + 1))
         pairs += [(ancestor, (relative, shown)) for ancestor, relative in ways]
     return {path: tuple(sorted(entries)) for path, entries in grouped(pairs).items()}
