@@ -5,7 +5,7 @@ from math import prod
 
 import mindspore as ms
 import pytest
-from mindspore import ops
+from mindspore import Tensor, ops
 from models.authors import AUTHORS
 from models.example import axes_of
 from support.captured_models import MODELS, small_llama
@@ -13,6 +13,7 @@ from support.nightly import daily
 from support.plan_checks import CONFIGS, MESH, check_plan, communication, move_bytes, plan_of, stored, whole
 from support.planned_models import captured
 from support.small_cells import Dense, FeedForward, cell_of
+from support.written_models import MODELS as WRITTEN, batches, built
 
 from mindformers_core.capture.algorithm_graph import algorithm_of
 from mindformers_core.capture.capture import capture
@@ -20,6 +21,7 @@ from mindformers_core.communication import count_collectives
 from mindformers_core.layout import Layout, layout
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.operators import tensor_meta
+from mindformers_core.program.free_variables import lambda_lift
 from mindformers_core.program.plan import CallPlan, OperatorPlan
 from mindformers_core.program.structure import tree_leaves
 from mindformers_core.propagation.boundaries import Declaration, OperatorDeclaration
@@ -232,6 +234,19 @@ def test_axes_of_activations(declared, kept):
     bound.activation_axes = frozenset(mesh.axis_names)
     other = bound.improved(graph, {key: (at, NOTHING, False) for key, at in given[0].items()}, True)
     assert found.price.improves_on(other.price) == (kept == {"dp"}), (found.price, other.price)
+
+
+@pytest.mark.parametrize(("name", "kept"), [("sums", {"dp"}), ("sums cut", set())])
+def test_axes_of_written_states(name, kept):
+    """The axis of the batch that also cuts a written state is left to the price: the small batch is gathered."""
+    kind, plan = WRITTEN[name]
+    graph, mesh, *given = captured(built(kind), MESH, (Tensor(batches(1)[0]),), plan=plan)
+    free, bound = (Propagation(mesh, *given[1:], CPU, algorithm=algorithm_of) for _ in range(2))
+    found = free.decide_root(lambda_lift(graph), given[0], True)
+    assert free.activation_axes == kept
+    bound.activation_axes = frozenset(mesh.axis_names)
+    other = bound.improved(lambda_lift(graph), {key: (at, NOTHING, False) for key, at in given[0].items()}, True)
+    assert found.price.improves_on(other.price) == (not kept), (found.price, other.price)
 
 
 def test_a_partial_sum_that_is_needed_whole_and_cut_is_reduced_once():

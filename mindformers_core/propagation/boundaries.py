@@ -62,12 +62,15 @@ def boundary_target(declared, mesh, shape, arriving, weight_axes, name):
     return target.replace(varying={*target.varying, *marks})
 
 
-def activation_axes(graph, declaration_of, mesh):
+def activation_axes(graph, declaration_of, mesh, states):
     """The mesh axes over which called Cells declare inputs or outputs cut; all, where one gives operators strategies.
+
+    Those of the root aren't among them where they cut a state, too: an axis of data parallelism cuts none.
 
     Args:
         graph: the `CellGraph` of the root.
         declaration_of: path of a Cell -> its `Declaration`.
+        states: the axes that cut parameters which operators write.
 
     Raises:
         TypeError, ValueError: a declared layout is none, or doesn't fit its tensor.
@@ -81,7 +84,8 @@ def activation_axes(graph, declaration_of, mesh):
         if declaration.operators:
             return frozenset(mesh.axis_names)
         for value, given, name in (*declared_inputs(called, declaration), *declared_outputs(called, declaration)):
-            found |= bind_layout(given, mesh, len(value.shape), None, name).cut_axes
+            axes = bind_layout(given, mesh, len(value.shape), None, name).cut_axes
+            found |= axes - states if called is graph else axes
     return found
 
 

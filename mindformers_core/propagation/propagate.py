@@ -103,8 +103,8 @@ class Propagation:
         batch_axes: the mesh axes that cut no parameter with a declared layout, or an argument of the root and only
             parameters that are cut with it, see `Signature.joint`.
         weight_axes: those that cut one, and no argument of the root.
-        activation_axes: those that cut an argument of the root, or a declared input or output of a Cell that is called;
-            all, where strategies of operators are declared.
+        activation_axes: those that cut an argument of the root, but no parameter that an operator writes, or a declared
+            input or output of a Cell below; all, where strategies of operators are declared.
     """
 
     def __init__(self, mesh, parameters, declarations, device_model, free=(), algorithm=None):
@@ -155,16 +155,22 @@ class Propagation:
             self.batch_axes |= cut.difference(*(self.parameters[path].cut_axes for path in alone))
         self.weight_axes -= cut
         assert not self._operators, "decisions depend on these axes"
-        self.activation_axes = activation_axes(graph, self.declaration, self.mesh) | cut
+        states = {axis for path in self._written(graph) for axis in self.parameters[path].cut_axes}
+        self.activation_axes = activation_axes(graph, self.declaration, self.mesh, states) | cut - states
         return self.improved(graph, arguments, final)
 
     def _taken_jointly(self, graph):
         """Paths of parameters that an axis may cut together with activations, as those of experts."""
-        for called in graph.calls():
-            nodes = [each for each in called.nodes if not isinstance(each, CallNode)]
-            nodes = [each for each in nodes if facts_of(each.operator).algorithms and self.signature(each).joint]
-            taken = {value.id for node in nodes for value in node.taken}
-            yield from (use.path for use in called.parameters if use.value.id in taken)
+
+        def taken(node):
+            joint = facts_of(node.operator).algorithms and self.signature(node).joint
+            return node.taken if joint else ()
+
+        return _parameters_of(graph, taken)
+
+    def _written(self, graph):
+        """Paths of parameters that operators write."""
+        return _parameters_of(graph, lambda node: node.taken[: facts_of(node.operator).writes])
 
     def redistribution_price(self, value, gradient, source, target):
         """The `Price` of a redistribution of a Value; `gradient` says whether a gradient flows back through it."""
@@ -213,6 +219,14 @@ class Propagation:
         """The `CellPlan` of a call, shared by identical calls; see `insert_redistributions`."""
         key = (decision, tuple(passed.items()), lifted)
         return _once(self._plans, key, lambda: insert_redistributions(self, decision, passed, lifted))
+
+
+def _parameters_of(graph, taken):
+    """Paths of the parameters among the tensors `taken(node)` of all operators, here and below."""
+    for called in graph.calls():
+        nodes = [node for node in called.nodes if not isinstance(node, CallNode)]
+        ids = {value.id for node in nodes for value in taken(node)}
+        yield from (use.path for use in called.parameters if use.value.id in ids)
 
 
 def _once(known, key, make):
