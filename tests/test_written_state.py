@@ -141,7 +141,7 @@ MESHES = {
         "parallelism.pipeline_parallel_microbatch_size=2",
         "parallelism.data_parallel_shard=1",
     ),
-    "ZeRO 3 and recompute": ("parallelism.zero_level=3", "recompute.full=true"),
+    "ZeRO 3 and recompute": ("parallelism.zero_level=3", "recompute.full=true", "training.global_batch_size=16"),
 }
 
 
