@@ -131,7 +131,8 @@ def counted_squares(output, target):
 HALVED = "micro-batches, runs", "pp 2 x dp 2", "pp 2 x dp 2, runs *", "level 3 *"
 
 
-@pytest.mark.parametrize("name", daily(HALVED[:1], HALVED))
+@pytest.mark.nightly  # by day a job of experts: test_routed_recipes
+@pytest.mark.parametrize("name", HALVED)
 def test_passes_in_half_precision(name, one_card):
     """Weights and moments in float32: figures within the rounding of float16, with a loss scale that skips nothing."""
     figures, gradients, _ = trained(*CUTS[name], compute="float16")
