@@ -6,7 +6,7 @@ whose shapes are static, in blocks of rows, each of one expert.
 """
 
 import numpy as np
-from mindspore import Tensor, dtype as mstype, ops
+from mindspore import Tensor, dtype as mstype, mint, ops
 
 from mindformers_core.algorithms.compiled import in_graph, on_cpu
 from mindformers_core.mindspore_private import outside_of_meta
@@ -172,7 +172,8 @@ def _by_sizes(x, ids, gate_up, down, gate_up_bias, down_bias, activation):
     sizes = ops.cast(ops.unsorted_segment_sum(ops.ones_like(keys), keys, count + 1), mstype.int64)
     sizes = [sizes[key].item() for key in range(count + 1)]
     taken = ops.minimum(order // ids.shape[1], x.shape[0])[: total + count - sizes[count]]  # -1 are last
-    parts = ops.split(ops.gather(ops.cat((x, nothing), 0), taken, 0), sizes[:count])
+    rows = ops.gather(ops.cat((x, nothing), 0), taken, 0)
+    parts = mint.split(rows, tuple(sizes[:count]), 0)  # `ops.split` looks at sizes, by graphs of their own
     found = _each(range(count), parts, gate_up, down, gate_up_bias, down_bias, activation)
     places = ops.where(ops.less(flat, 0), 0, ops.argsort(order)[:total] + 1)
     return ops.reshape(ops.gather(ops.cat((nothing, *found), 0), places, 0), (*ids.shape, x.shape[1]))
