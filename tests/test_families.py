@@ -10,7 +10,9 @@ import pytest
 from safetensors.numpy import load_file
 from support.small_generation import SMALL, mesh
 
-from mindformers_core.checkpoint.hugging_face import lack_of_heads, model_section
+from mindformers_core.checkpoint.hugging_face import check_config, config_document, lack_of_heads, model_section
+from mindformers_core.checkpoint.load import open_checkpoint
+from mindformers_core.commands.command_line import main
 from mindformers_core.commands.diffing import run_simulated
 from mindformers_core.models.registry import MODELS
 from mindformers_core.recipe.loader import RecipeError, load_recipe
@@ -73,3 +75,45 @@ def test_folders_that_are_no_model_of_ours(tmp_path, contents, message):
         (tmp_path / "config.json").write_text(contents)
     with pytest.raises((RecipeError, FileNotFoundError), match=message):
         load_recipe(RECIPE, [f"model={{from: {tmp_path}}}"])
+
+
+def document_of(name, **given):
+    """The config of a family, of a few layers, and its `config.json`."""
+    config = MODELS[name].config(num_hidden_layers=3, **given)
+    return config, config_document(MODELS[name], name, config)
+
+
+def test_null_that_is_no_default_is_written():
+    """Without the key `transformers` would take its own default, and other tensors."""
+    config, found = document_of("deepseek_v3", q_lora_rank=None)
+    assert found["q_lora_rank"] is None and "rope_scaling" not in found
+    check_config(MODELS["deepseek_v3"], "deepseek_v3", config, found, "here")
+    with pytest.raises(ValueError, match="q_lora_rank 1536"):
+        found.pop("q_lora_rank")
+        check_config(MODELS["deepseek_v3"], "deepseek_v3", config, found, "here")
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_losses_of_routers_are_a_setting_of_training(name):
+    """Of `config.json`, and of a run that goes on from weights without them."""
+    config, found = document_of(name, output_router_logits=True, router_aux_loss_coef=0.3, num_experts_per_tok=2)
+    assert found["output_router_logits"] and model_section(MODELS[name], name, found, "here")["router_aux_loss_coef"]
+    assert config.layer_spec(1).router["aux_loss_coef"] == pytest.approx(0.3 * 2 / 3)
+    _, without = document_of(name, num_experts_per_tok=2)
+    check_config(MODELS[name], name, config, without, "here")
+
+
+def test_keys_of_numbers_that_are_not_ours():
+    _, found = document_of("mixtral")
+    with pytest.raises(ValueError, match="here has router_jitter_noise 0.1, but the model mixtral computes with 0.0"):
+        model_section(MODELS["mixtral"], "mixtral", found | {"router_jitter_noise": 0.1}, "here")
+    assert model_section(MODELS["mixtral"], "mixtral", found | {"router_jitter_noise": None}, "here")
+
+
+def test_biases_of_routers_stay_in_float32(tmp_path):
+    """Their steps of 0.001 would be lost in bfloat16."""
+    given = "--config", RECIPE, "checkpoint.export_dtype=bfloat16"
+    assert main(["convert", str(ROOT / "tests/golden/deepseek_v3"), str(tmp_path / "new"), *given]) == 0
+    dtypes = {name: each.dtype for (_, name), each in open_checkpoint(str(tmp_path / "new")).tensors.items()}
+    biases = [name for name in dtypes if name.endswith("e_score_correction_bias")]
+    assert biases and {dtypes.pop(name) for name in biases} == {"float32"} and set(dtypes.values()) == {"bfloat16"}

@@ -42,7 +42,7 @@ def adapter_config(tensors, rank, alpha, dropout, base):
     }  # fmt: skip
 
 
-def export(source, target, dtype="source"):
+def export(source, target, dtype="source", kept=()):
     """Save the weights of a checkpoint, of one of adapters `W + B A alpha / rank`: a line about it.
 
     The new folder has names, configs and tokenizer of the weights beneath. Tensors are read and merged one by one.
@@ -51,6 +51,7 @@ def export(source, target, dtype="source"):
         source: as of `find_checkpoint`.
         target: the new folder.
         dtype: of floats in the new folder: float32, bfloat16, or "source": as they are. Default: that.
+        kept: patterns of names of tensors that stay as they are. Default: none.
 
     Raises:
         ValueError: adapters without a base, or of another layer; damage. OSError: a file can't be read or written.
@@ -88,7 +89,8 @@ def export(source, target, dtype="source"):
     parts = []
     for name in weights:
         placed = checkpoint.tensors["model", name]
-        wanted = dtype if dtype != "source" and placed.dtype in FLOATS else placed.dtype
+        converts = placed.dtype in FLOATS and not any(fnmatchcase(name, pattern) for pattern in kept)
+        wanted = dtype if dtype != "source" and converts else placed.dtype
         parts.append(Part("model", name, wanted, placed.shape, whole(placed.shape)))
     save(os.path.normpath(target), parts, values, documents)
     return f"{target}: {len(parts)} tensors of {base}, {len(pairs)} of them with adapters"

@@ -13,6 +13,7 @@ _NEWER = {"num_experts": "num_local_experts"}  # names of keys since `transforme
 _HEADS = "num_nextn_predict_layers"
 # what a checkpoint's tensors and their use don't depend on; dtypes are converted, and tensors of heads compared
 _OF_TRAINING = (*DTYPE_KEYS, "attention_dropout", "initializer_range", "max_position_embeddings", _HEADS)
+_OF_TRAINING += ("output_router_logits", "router_aux_loss_coef")
 
 
 def tensor_map(spec, config):
@@ -50,7 +51,10 @@ def config_document(spec, name, config, carried=None):
     ids = {key: carried[key] for key in _TOKEN_IDS if key in (carried or {})}
     if known is None:
         return {"model_type": name, **ids, **values}
-    given = _given({known.aliases.get(key, key): values[key] for key in known.keys})
+    defaults = {entry.name: entry.default for entry in dataclasses.fields(config)}
+    says_none = [key for key in known.keys if values[key] is None and defaults[key] is not None]
+    given = {known.aliases.get(key, key): values[key] for key in known.keys}
+    given = _given(given) | {known.aliases.get(key, key): None for key in says_none}
     scaling = given.get("rope_scaling", {})
     if scaling.get("rope_type") == "dynamic":  # in `transformers` it begins at the longest sequence
         given["max_position_embeddings"] = scaling.pop("original_max_position_embeddings")
@@ -98,7 +102,7 @@ def model_section(spec, name, found, where):
     if "rope_scaling" in found and "rope_scaling" not in known.keys:
         raise ValueError(f"{where} has rope_scaling {found['rope_scaling']}, but the model {name} doesn't scale")
     for key, value in known.fixed.items():
-        if found.get(key, value) != value:
+        if found.get(key, value) != value and (value or found[key] is not None):  # null stands for false
             raise ValueError(f"{where} has {key} {found[key]!r}, but the model {name} computes with {value!r}")
     names = {key: known.aliases.get(key, key) for key in known.keys}
     section = {key: found[each] for key, name in names.items() for each in (name, _NEWER.get(name)) if each in found}

@@ -135,6 +135,7 @@ class HuggingFaceFormat:
         tensor_map: function of the config that returns pairs (pattern of paths of parameters, their `FileTensor`s); a
             parameter that no pattern matches is a tensor of its path.
         ignored: patterns of names of tensors that old files have, and that are no parameters.
+        kept: patterns of names of tensors that stay in their dtype where others are converted.
     """
 
     model_type: str
@@ -145,6 +146,7 @@ class HuggingFaceFormat:
     written: dict = field(default_factory=dict, hash=False)
     tensor_map: Callable = lambda config: ()
     ignored: tuple = ()
+    kept: tuple = ()
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from mindformers_core.checkpoint.mindspore_files import read_ckpt, write_ckpt
 from mindformers_core.checkpoint.save import SaveError
 from mindformers_core.checkpoint.tensors import load_parameters, model_parts, parts_of, ranks_of
 from mindformers_core.hints import first_of
+from mindformers_core.models.registry import MODELS
 from mindformers_core.optimizers.average import PREFIX
 from mindformers_core.recipe.loader import recipe_to_dict
 from mindformers_core.scopes import errors_at
@@ -240,7 +241,9 @@ def convert(source, target, recipe=None):
     if os.path.exists(target):
         raise ValueError(f"'{target}' exists already")
     if not (source.endswith(".ckpt") or target.endswith(".ckpt")):
-        return export(source, target, recipe.checkpoint.export_dtype if recipe else "source")
+        formats = [spec.hugging_face for spec in MODELS.values() if spec.hugging_face]
+        kept = [pattern for each in formats for pattern in each.kept]
+        return export(source, target, recipe.checkpoint.export_dtype if recipe else "source", kept)
     if source.endswith(".ckpt") == target.endswith(".ckpt"):
         raise ValueError(f"one of '{source}' and '{target}' must be a folder")
     names, parts, config = {}, None, None

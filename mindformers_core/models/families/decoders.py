@@ -43,3 +43,11 @@ def expert_tensors(config, layer="model.layers.*.", block="mlp", names=("gate_pr
     halves = FileTensor(gate, (EACH, 0), 2), FileTensor(up, (EACH, 1), 2)
     ours = f"{layer}mlp.experts."
     return (f"{ours}gate_up_proj", halves), (f"{ours}down_proj", (FileTensor(down, (EACH,), 1),))
+
+
+def router_losses(config, layers):
+    """The factors of the router's losses in each of so many layers with experts, a dict: see `Qwen3MoeConfig`."""
+    if not config.output_router_logits:
+        return {}
+    aux = config.router_aux_loss_coef * config.num_experts_per_tok
+    return {"aux_loss_coef": aux / layers, "z_loss_coef": config.router_z_loss_coef / layers}

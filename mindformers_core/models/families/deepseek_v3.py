@@ -95,5 +95,6 @@ FORMAT = HuggingFaceFormat(
     fixed=FIXED,
     tensor_map=_tensor_map,
     ignored=("model.layers.*.embed_tokens.weight", "model.layers.*.shared_head.head.weight"),
+    kept=("*.e_score_correction_bias",),
 )
 SPEC = decoder_spec(DeepseekV3Config, FORMAT)

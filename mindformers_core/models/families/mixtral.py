@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from mindformers_core.models.configuration import LlamaConfig
-from mindformers_core.models.families.decoders import decoder_spec, expert_tensors
+from mindformers_core.models.families.decoders import decoder_spec, expert_tensors, router_losses
 from mindformers_core.models.families.llama import FIXED, KEYS
 from mindformers_core.models.spec import FileTensor, HuggingFaceFormat
 from mindformers_core.ranges import bounded
@@ -16,6 +16,7 @@ class MixtralConfig(LlamaConfig):
     Attributes:
         num_local_experts, num_experts_per_tok: number of experts of a layer, and of those that each token goes to.
         intermediate_size: size inside an expert.
+        output_router_logits, router_aux_loss_coef, router_z_loss_coef: as of `Qwen3MoeConfig`.
         others: as of `LlamaConfig`.
     """
 
@@ -25,12 +26,16 @@ class MixtralConfig(LlamaConfig):
     rope_theta: float = bounded(1e6, above=0, at_most=1e12)
     num_local_experts: int = bounded(8, 1, 2**16)
     num_experts_per_tok: int = bounded(2, 1, 2**10)
+    output_router_logits: bool = False
+    router_aux_loss_coef: float = bounded(0.001, 0, 1e4)
+    router_z_loss_coef: float = bounded(0.0, 0, 1e4)
 
     divided_keys = "num_attention_heads", "key_value_size"
 
     def layer_spec(self, layer_number):
         """The `LayerSpec` of the decoder layer with this number in the whole model, from 1."""
         router = {"num_experts": self.num_local_experts, "num_experts_per_tok": self.num_experts_per_tok}
+        router |= router_losses(self, self.num_hidden_layers)
         return replace(
             super().layer_spec(layer_number), mlp="experts", router=router, expert_size=self.intermediate_size
         )
@@ -45,9 +50,8 @@ def _tensor_map(config):
 FORMAT = HuggingFaceFormat(
     "mixtral",
     "MixtralForCausalLM",
-    (*KEYS, "num_local_experts", "num_experts_per_tok"),
-    fixed=FIXED | {"sliding_window": None},
-    written={"router_jitter_noise": 0.0},
+    (*KEYS, "num_local_experts", "num_experts_per_tok", "output_router_logits", "router_aux_loss_coef"),
+    fixed=FIXED | {"sliding_window": None, "router_jitter_noise": 0.0},
     tensor_map=_tensor_map,
 )
 SPEC = decoder_spec(MixtralConfig, FORMAT)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from mindformers_core.models.families.decoders import decoder_spec, expert_tensors
+from mindformers_core.models.families.decoders import decoder_spec, expert_tensors, router_losses
 from mindformers_core.models.families.qwen3 import FORMAT as DENSE, Qwen3Config
 from mindformers_core.ranges import bounded
 
@@ -43,10 +43,7 @@ class Qwen3MoeConfig(Qwen3Config):
         if not self._has_experts(layer_number):
             return spec
         router = {key: getattr(self, key) for key in ("num_experts", "num_experts_per_tok", "norm_topk_prob")}
-        if self.output_router_logits:
-            each = 1 / sum(map(self._has_experts, range(1, self.num_hidden_layers + 1)))
-            router["aux_loss_coef"] = self.router_aux_loss_coef * self.num_experts_per_tok * each
-            router["z_loss_coef"] = self.router_z_loss_coef * each
+        router |= router_losses(self, sum(map(self._has_experts, range(1, self.num_hidden_layers + 1))))
         sizes = {"expert_size": self.moe_intermediate_size, "capacity": self.expert_capacity}
         return replace(spec, mlp="experts", router=router, **sizes)
 
