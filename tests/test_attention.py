@@ -41,6 +41,33 @@ def test_ranges_of_places():
     assert not output.asnumpy()[:, 3].any() and (sums.asnumpy()[~seen] < -1e38).all()
 
 
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"query": QUERY[:, -1:]}, r"first \(1, 8\) of attention should be \(1, 1\) or \(2, 1\)"),
+        ({"places": PLACES[0]}, r"places \(8,\) of attention should be \(1, 8\) or \(2, 8\)"),
+        ({"own": PLACES[:, 1:]}, r"own \(1, 7\) of attention"),
+        ({"value": VALUE[:, 1:]}, r"value \(2, 7, 2, 6\) should have rows, length and heads of key \(2, 8, 2, 4\)"),
+        ({"query": QUERY[:, :, :3]}, r"3 heads of query \(2, 8, 3, 4\) don't divide by the 2 of key"),
+        ({"algorithm": "rng"}, r"did you mean 'ring'"),
+        ({"order": [0, 2]}, r"order \(0, 2\) of attention should have each of 0 … 1 once"),
+    ],
+)
+def test_arguments_that_do_not_fit(changed, message):
+    given = {"query": QUERY, "key": KEY, "value": VALUE, "first": PLACES * 0, "last": PLACES + 1, "places": PLACES}
+    given = {name: Tensor(x) if isinstance(x, np.ndarray) else x for name, x in (given | changed).items()}
+    with pytest.raises(ValueError, match=message):
+        attention(**given, scale=0.5)
+
+
+def test_masks_of_devices_that_round_products_of_matrices(monkeypatch):
+    """Documents, whose borders are places, by products of numbers; lists as recipes have them."""
+    given = *map(Tensor, (QUERY, KEY, VALUE, PLACES // 3 * 3, PLACES + 1, PLACES)), 0.5
+    wanted = attention(*given, order=[0], reach=[None, 0])[0].asnumpy()
+    monkeypatch.setattr("mindformers_core.algorithms.attention.on_cpu", lambda: False)
+    np.testing.assert_allclose(attention(*given)[0].asnumpy(), wanted, 1e-5, 1e-6)
+
+
 def test_sinks():
     """An entry of softmax's sum without a value, and its gradient; a row that sees nothing else gives zeros."""
     given = *map(Tensor, (QUERY, KEY, VALUE, PLACES * 0, (PLACES + 1) * (PLACES != 3), PLACES)), 0.5

@@ -12,7 +12,7 @@ from mindspore import nn, ops
 
 from mindformers_core.algorithms.attention_dropout import drawn_halves, kept
 from mindformers_core.algorithms.attention_rows import HIDDEN, block_rows, is_known, token_rows
-from mindformers_core.algorithms.compiled import in_graph
+from mindformers_core.algorithms.compiled import in_graph, on_cpu
 from mindformers_core.algorithms.fused_attention import attend_fused, attend_fused_gradient, fits_kernel
 from mindformers_core.batches import chunk_length
 from mindformers_core.operators.visible_blocks import is_band, place_runs, visible_band, visible_blocks
@@ -196,8 +196,16 @@ def _hidden(hidden, ranges, start, stop, columns, shape):
         return ops.reshape(ops.cat((hidden,) * (batch * copies), 0), shape)
     before, after, places = ranges
     before, after, places = before[:, start:stop], after[:, start:stop], ops.gather(places, columns, 1)
-    hidden = (_positive(_by_rows(before, places)) + _positive(_by_rows(after, places))) * HIDDEN
+    hidden = (_positive(_exact(before, places)) + _positive(_exact(after, places))) * HIDDEN
     return ops.reshape(ops.cat((ops.expand_dims(hidden, 1),) * copies, 1), shape)
+
+
+def _exact(rows, columns):
+    """Products of rows and columns of two numbers; devices may round those of float32 matrices, but not of numbers."""
+    if on_cpu():
+        return _by_rows(rows, columns)
+    columns = ops.transpose(columns, (0, 2, 1))
+    return rows[:, :, :1] * columns[:, :1] + rows[:, :, 1:] * columns[:, 1:]
 
 
 def _placed(x, back):

@@ -33,6 +33,7 @@ register_operator("AttentionToChunks", source=f"{_SOURCE}.attention_parts.attend
     rules.attention_to_chunks
 )
 _attention = custom_operator("Attention", attend)
+_check = ops.constexpr(rules.check_attention)
 
 
 def attention(
@@ -74,16 +75,15 @@ def attention(
         number where a query sees no key and no sink.
 
     Raises:
-        ValueError: a dropout outside of [0, 1); an `order` where queries and keys have different lengths.
+        ValueError: shapes that don't fit each other; an unknown algorithm; a dropout outside of [0, 1); an `order` that
+            is no permutation, or where queries and keys have different lengths.
     """
+    order, reach = None if order is None else tuple(order), tuple(reach)
+    ranges = first.shape, last.shape, first.shape if own is None else own.shape, places.shape
+    _check(query.shape, key.shape, value.shape, ranges, order, algorithm)
     given = query, key, value, first, last, places, scale, order, reach, exact, algorithm
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout {dropout} of attention should be at least 0 and below 1")
-    if order is not None and query.shape[1] != key.shape[1]:
-        raise ValueError(
-            f"attention with order {order} takes queries and keys of one length, not query {query.shape} and key "
-            f"{key.shape}: leave out order"
-        )
     if dropout:
         draws = ops.randint(0, 1 << DRAW_BITS, (query.shape[0], query.shape[2], 2))
         given = *given, dropout, places if own is None else own, draws

@@ -179,6 +179,41 @@ _WAYS = {  # of attention to a cut sequence -> attributes of its `Signature`, an
 _WAYS_OF_PARTS = _WAYS | {"gather": ({"joint": _SEEN}, ("s", "t")), "auto": (_ANY | {"joint": _SEEN}, ())}
 
 
+def check_attention(query, key, value, ranges, order, algorithm):
+    """Raise `ValueError` where arguments of `attention` don't fit each other.
+
+    Args:
+        query, key, value: their shapes.
+        ranges: the shapes of `first`, `last`, `own` and `places`.
+        order, algorithm: as of `attention`.
+    """
+    heads, groups = query[2], key[2]
+    if heads % groups:
+        raise ValueError(f"{heads} heads of query {query} don't divide by the {groups} of key {key}")
+    if value[:3] != key[:3] or key[0] != query[0]:
+        raise ValueError(f"value {value} should have rows, length and heads of key {key}, and both the rows of {query}")
+    lengths = (query[1],) * 3 + (key[1],)
+    for name, shape, length in zip(("first", "last", "own", "places"), ranges, lengths):
+        if tuple(shape) not in ((1, length), (query[0], length)):
+            raise ValueError(
+                f"{name} {shape} of attention should be (1, {length}) or ({query[0]}, {length}): query {query}, "
+                f"key {key}"
+            )
+    if key[1] > _PLACES:
+        raise ValueError(f"key {key} has {key[1]:,} places: masks tell {_PLACES:,} apart, in float32")
+    if algorithm not in _WAYS:
+        raise ValueError(
+            f"unknown algorithm {algorithm!r}: choose one of {', '.join(_WAYS)}{nearest(algorithm, _WAYS)}"
+        )
+    if order is not None and sorted(order) != list(range(len(order))):
+        raise ValueError(f"order {order} of attention should have each of 0 … {len(order) - 1} once")
+    if order is not None and query[1] != key[1]:
+        raise ValueError(
+            f"attention with order {order} takes queries and keys of one length, not query {query} and key {key}: "
+            "leave out order"
+        )
+
+
 def ranged_attention(
     query, key, value, first, last, places, scale, order=None, reach=(None, None), exact=False, algorithm="auto",
     drop=0.0, own=None, draws=None,
@@ -190,15 +225,9 @@ def ranged_attention(
     """
     row = {1: "1"}
     texts = [f"{row.get(x.shape[0], 'b')} {dim}" for x, dim in ((first, "s"), (last, "s"), (places, "t"))]
+    ranges = first.shape, last.shape, own.shape if drop else first.shape, places.shape
+    check_attention(query.shape, key.shape, value.shape, ranges, order, algorithm)
     heads, groups = query.shape[2], key.shape[2]
-    if heads % groups:
-        raise ValueError(f"{heads} heads of query {query.shape} don't divide by the {groups} of key {key.shape}")
-    if key.shape[1] > _PLACES:
-        raise ValueError(f"key {key.shape} has {key.shape[1]:,} places: masks tell {_PLACES:,} apart, in float32")
-    if algorithm not in _WAYS:
-        raise ValueError(
-            f"unknown algorithm {algorithm!r}: choose one of {', '.join(_WAYS)}{nearest(algorithm, _WAYS)}"
-        )
     tensors = query, key, value, first, last, places
     if drop:
         texts += [f"{row.get(own.shape[0], 'b')} s", "b g*r N"]
