@@ -13,7 +13,6 @@ from support.verified_calls import MESH, MESH_OF_4, Sample, check_of, eager, num
 
 from mindformers_core import verify
 from mindformers_core.algorithms import experts as parts
-from mindformers_core.algorithms.experts import within_capacity
 from mindformers_core.communication.simulated import SimulatedRanks
 from mindformers_core.communication.world import rank_of
 from mindformers_core.layout import layout
@@ -23,7 +22,7 @@ from mindformers_core.operators import tensor_meta
 from mindformers_core.passes.thread_tape import custom_gradients
 from mindformers_core.program.plan import OperatorPlan
 from mindformers_core.tensor_parallel import prepare, shard
-from mindformers_core.tensor_parallel.experts import experts
+from mindformers_core.tensor_parallel.experts import experts, within_capacity
 from mindformers_core.zero import value_and_grad
 
 EXPERTS, CHOICES = 4, 2
@@ -91,6 +90,18 @@ def test_capacity():
     ids = Tensor(np.array([[0, 1], [0, 1], [0, 2], [1, 0], [2, -1], [2, 1]], np.int32))
     assert within_capacity(ids, 3, (2, 6)).asnumpy().tolist() == [[0, 1], [0, -1], [-1, -1], [1, -1], [2, -1], [2, -1]]
     assert within_capacity(ids, 3, (1, 2)).asnumpy().tolist() == [[0, 1], [-1, -1], [0, 2], [1, -1], [2, -1], [-1, 1]]
+
+
+def test_groups_do_not_go_beyond_a_row():
+    """On one card, where tokens of all rows would fit, it is the error of ranks, also of a compiled function."""
+    given = [Tensor(each) for each in (TOKENS, choices("some"), SHARES, *WEIGHTS)]
+
+    def called(*given):
+        return experts(*given, "silu", (1, 8))
+
+    for call in (called, ms.jit(called), lambda x, ids, *_: within_capacity(ids, EXPERTS, (1, 8))):
+        with pytest.raises(ValueError, match=r"groups of 8 tokens don't divide x \(4, 4, .\), which has rows of 4"):
+            call(*given)
 
 
 def test_dropped_choices():

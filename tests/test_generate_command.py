@@ -257,6 +257,12 @@ def test_a_model_without_caches(trained):
         make_generator(other, recipe_mesh(recipe), 0, 1, 4, 4, checkpoint_of(trained))
 
 
+def test_experts_with_a_capacity():
+    recipe = recipe_of("model.name=qwen3_moe", "model.expert_capacity=[1,4]")
+    with pytest.raises(ValueError, match=r"model.expert_capacity: \[1, 4\] .* use model.expert_capacity=null"):
+        make_generator(recipe, recipe_mesh(recipe), 0, 1, 4, 4, None)
+
+
 @pytest.mark.usefixtures("one_rank")
 def test_the_command(trained, tmp_path, capsys):
     (tmp_path / "prompts").write_text("import\n\nx\n")

@@ -9,6 +9,7 @@ from mindformers_core.checkpoint.load import read_json
 from mindformers_core.checkpoint.slices import FileLayer
 from mindformers_core.checkpoint.tensors import share_weights
 from mindformers_core.layout import layout
+from mindformers_core.recipe.checks import layer_specs
 from mindformers_core.recipe.pipeline import stage_holders
 from mindformers_core.serving.generator import Generator
 from mindformers_core.serving.prompts import encode_prompts, tokens_of
@@ -81,9 +82,15 @@ def make_generator(recipe, mesh, rank, batch, length, count, checkpoint):
         count: number of tokens that are generated, at most.
 
     Raises:
-        ValueError: a model that has no caches; on all ranks: tensors that differ from the model's, a damaged file.
+        ValueError: a model that has no caches, or experts with a capacity; on all ranks: tensors that differ from the
+            model's, a damaged file.
     """
     recipe = replace(recipe, parallelism=replace(recipe.parallelism, sequence_parallel=False, context_parallel=1))
+    for most, size in (spec.capacity for spec in layer_specs(recipe.model) if spec.capacity):
+        raise ValueError(
+            f"model.expert_capacity: [{most}, {size}] counts choices of {size} tokens of a row, but a model generates "
+            "token by token: use model.expert_capacity=null, with which no choice is dropped"
+        )
     cells = {}
     layers, stage_mesh, _ = stages_of(recipe, mesh, rank)
     pp_ranks, holders = mesh.group(rank, ("pp",)), stage_holders(recipe)

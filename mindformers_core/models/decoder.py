@@ -319,7 +319,7 @@ class CausalDecoder(nn.Cell):
 
 class RoutedStage(CausalDecoder):
     """A stage behind the first one of a pipeline of a model with experts: hidden states and `routed` of the
-    stage before, instead of ids."""
+    stage before, instead of ids. A model that generates passes on hidden states alone."""
 
     uncast = (1,)  # counts and losses stay float32 where the stage computes in half precision
 
@@ -327,8 +327,10 @@ class RoutedStage(CausalDecoder):
         inputs, outputs, weights = super().shard(config)
         return inputs | {"routed": layout(None)}, outputs, weights
 
-    def construct(self, input_ids, routed, labels=None, positions=None, places=None):
-        return super().construct(input_ids, labels, positions, places, routed=routed)
+    def construct(
+        self, input_ids, routed=None, labels=None, positions=None, places=None, slots=None, starts=None
+    ):  # fmt: skip
+        return super().construct(input_ids, labels, positions, places, slots, starts, routed)
 
 
 def decoder_for_training(config, layers=None):

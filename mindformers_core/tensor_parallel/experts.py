@@ -25,7 +25,7 @@ _places = custom_operator("ExpertPlaces", parts.places_of_choices)
 _sizes = custom_operator("ExpertSizes", parts.sizes_of_rows)
 _rows = custom_operator("ExpertRows", parts.expert_rows)
 _combined = custom_operator("ExpertSum", parts.combined)
-within_capacity = custom_operator("ExpertCapacity", parts.within_capacity)  # as `experts` drops choices
+_kept = custom_operator("ExpertCapacity", parts.within_capacity)
 
 
 def experts(x, ids, weights, gate_up, down, gate_up_bias=None, down_bias=None, activation="silu", capacity=None):
@@ -52,11 +52,18 @@ def experts(x, ids, weights, gate_up, down, gate_up_bias=None, down_bias=None, a
     Raises:
         ValueError: shapes that don't fit, or another activation.
     """
+    rules.check_groups(x.shape, capacity)
     if activation not in parts.ACTIVATIONS:
         known = ", ".join(parts.ACTIVATIONS)
         hint = nearest(activation, parts.ACTIVATIONS)
         raise ValueError(f"unknown activation {activation!r} of experts: choose one of {known}{hint}")
     return _experts(x, ids, weights, gate_up, down, gate_up_bias, down_bias, activation, capacity)
+
+
+def within_capacity(ids, count, capacity):
+    """The choices (…, K) of `count` experts that `experts` keeps with a capacity, -1 in the place of others."""
+    rules.check_groups(ids.shape, capacity)
+    return _kept(ids, count, capacity)
 
 
 def own_experts(operator, args, context):

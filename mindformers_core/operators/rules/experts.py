@@ -99,9 +99,14 @@ def _tokens(x, capacity):
     tokens = [f"t{dim}" for dim in range(x.ndim - 1)]
     if capacity is None:
         return tokens, {}
-    if x.shape[-2] % capacity[1]:
-        raise ValueError(f"groups of {capacity[1]} tokens don't divide x {x.shape}, which has rows of {x.shape[-2]}")
+    check_groups(x.shape, capacity)
     return [*tokens[:-1], "g*S"], {"g": x.shape[-2] // capacity[1], "S": capacity[1]}
+
+
+def check_groups(shape, capacity):
+    """Raise `ValueError` if groups of a capacity, or of none, would go beyond rows of tokens of a shape (…, H)."""
+    if capacity is not None and len(shape) > 1 and shape[-2] % capacity[1]:
+        raise ValueError(f"groups of {capacity[1]} tokens don't divide x {shape}, which has rows of {shape[-2]}")
 
 
 def kept_choices(ids, count, capacity):
