@@ -22,9 +22,11 @@ from mindformers_core.layout import Layout
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.models.configuration import LlamaConfig
 from mindformers_core.models.llama import LlamaForCausalLM
+from mindformers_core.recipe import sections
 from mindformers_core.recipe.loader import recipe_from_dict
 from mindformers_core.recipe.sections import recipe_mesh
 from mindformers_core.sharding.initialize import materialize
+from mindformers_core.trainer.cells import build_model
 
 LENGTH = 48
 DOCUMENTS = (1, 1, 20, 1, 47, 2, 30, 96, 5, 1, 1, 13, 24, 1)  # lengths; some have one token, some are cut
@@ -101,10 +103,22 @@ def test_data_that_have_no_order_of_tokens():
         return Balanced(SimpleNamespace(batch=lambda *_: arrays), balance, 2).batch(0, 2)
 
     np.testing.assert_array_equal(batch(ids)[0][0], [0, 1, 2, 9, 10, 11, 3, 4, 5, 6, 7, 8])
-    with pytest.raises(ValueError, match=r"array 1 of the dataset has samples of shape \[\], .* array 0 has 12,"):
+    with pytest.raises(ValueError, match=r"array 1 of the dataset has samples of shape \[\], .* 12 tokens of array 0"):
         batch(ids, ids[:, 0])
+    with pytest.raises(ValueError, match=r"array 2 .* shape \[12, 12\], .*: use context_parallel_balance=contiguous"):
+        batch(ids, ids, np.ones((2, 12, 12)))
     with pytest.raises(ValueError, match="a sequence of 11 tokens can't be cut into the 2 equal chunks"):
         batch(ids[:, 1:], balance="area")
+    with pytest.raises(ValueError, match="area takes a dataset of ids, labels and positions, .* has 4 arrays"):
+        batch(ids, ids, ids, ids, balance="area")
+
+
+def test_positions_and_places_are_the_third_and_fourth_inputs(monkeypatch):
+    recipe = recipe_of({"context_parallel": 2, "context_parallel_balance": "area"}, layers=1)
+    spec = replace(recipe.spec, inputs=("input_ids", "labels", "weights", "positions", "places"))
+    monkeypatch.setattr(sections, "model_spec", lambda _: spec)
+    with pytest.raises(ValueError, match="has no third and fourth input positions, places: use contiguous"):
+        build_model(recipe)
 
 
 @pytest.mark.parametrize("balance", ["zigzag", "area"])

@@ -29,20 +29,25 @@ class Balanced:
         """Samples `first` … `first + count - 1`: arrays (count, length, …).
 
         Raises:
-            ValueError: an array without an entry for each token; a length that ranks can't share.
+            ValueError: an array without an entry for each token, or with one for each pair; a length that ranks can't
+                share; with `area`, arrays behind those of positions.
         """
         arrays = list(self.dataset.batch(first, count))
-        (length,) = arrays[0].shape[1:2] or (None,)
+        (length,) = arrays[0].shape[1:2] or (0,)
         for number, array in enumerate(arrays):
-            if array.shape[1:2] != (length,):
+            if array.shape[1:2] != (length,) or length in array.shape[2:]:  # pairs of tokens would need two orders
                 raise ValueError(
                     f"parallelism.context_parallel_balance: array {number} of the dataset has samples of shape "
-                    f"{list(array.shape[1:])}, which have no entry for each token"
-                    f"{f', of which array 0 has {length},' * bool(number)} so tokens can't be put into another order: use "
-                    "context_parallel_balance=contiguous"
+                    f"{list(array.shape[1:])}, of which dim 0, and no other, should have an entry for each of the "
+                    f"{length} tokens of array 0 to be put into another order: use context_parallel_balance=contiguous"
                 )
         if self.order is not None:
             return [array[:, places_of(self.order, length)] for array in arrays]
+        if len(arrays) > 3:
+            raise ValueError(
+                f"parallelism.context_parallel_balance: area takes a dataset of ids, labels and positions, behind "
+                f"which it puts places, but this one has {len(arrays)} arrays: use zigzag or contiguous"
+            )
         if len(arrays) < 3:
             arrays.append(np.broadcast_to(np.arange(length, dtype=np.int32), (count, length)))
         part = gcd(chunk_length(range(self.ranks), length), _CHUNKS)
