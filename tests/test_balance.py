@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from mindspore import Tensor
 from support.nightly import daily
-from support.streams import token_stream
 from test_label_weights import MODEL
 
 from mindformers_core.batches import BatchPlan, places_of, static_order
@@ -23,9 +22,11 @@ from mindformers_core.layout import Layout
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.models.configuration import LlamaConfig
 from mindformers_core.models.llama import LlamaForCausalLM
+from mindformers_core.recipe import sections
 from mindformers_core.recipe.loader import recipe_from_dict
 from mindformers_core.recipe.sections import recipe_mesh
 from mindformers_core.sharding.initialize import materialize
+from mindformers_core.trainer.cells import build_model
 
 LENGTH = 48
 DOCUMENTS = (1, 1, 20, 1, 47, 2, 30, 96, 5, 1, 1, 13, 24, 1)  # lengths; some have one token, some are cut
@@ -60,7 +61,7 @@ def test_the_busiest_rank(ranks):
     for name, lengths in mixes.items():
         positions = np.concatenate([np.arange(each) for each in lengths.astype(int)])[:length]
         row = SimpleNamespace(batch=lambda *_, row=positions[None]: [row] * 3)
-        *_, places = Balanced(row, length, "area", ranks).batch(0, 1)
+        *_, places = Balanced(row, "area", ranks).batch(0, 1)
         assert busiest(positions, places[0]) <= 1.05, name
         assert ranks < 8 or busiest(positions, zigzag) > 1.05, name
 
@@ -70,7 +71,7 @@ def test_the_busiest_rank(ranks):
 def test_labels_positions_and_places_travel_with_their_tokens(balance, packs):
     """On dp 2 x cp 2, at every border of chunks and documents: the label is the next token of the document, or none."""
     mesh, plan, truth = DeviceMesh((2, 2), ("dp", "cp")), BatchPlan(7, 2, 2), stream(packs).batch(0, 7)
-    data = stream(packs) if balance == "contiguous" else Balanced(stream(packs), LENGTH, balance, 2)
+    data = stream(packs) if balance == "contiguous" else Balanced(stream(packs), balance, 2)
     count, seen = len(data.batch(0, 1)), []
     for rank in range(4):
         found = local_batch(plan, [Layout.on(mesh, (("dp",), ("cp",)))] * count, rank, {1: -100}, data)
@@ -95,9 +96,29 @@ def test_labels_positions_and_places_travel_with_their_tokens(balance, packs):
 
 
 def test_data_that_have_no_order_of_tokens():
-    data = Balanced(token_stream(np.arange(250), 16, 2), LENGTH, "zigzag", 2)
-    with pytest.raises(ValueError, match=r"array 0 of the dataset has samples of shape \[16\], .* 48 tokens"):
-        data.batch(0, 2)
+    """Whatever the length of training is: evaluation may have another one."""
+    ids = np.arange(24).reshape(2, 12)
+
+    def batch(*arrays, balance="zigzag"):
+        return Balanced(SimpleNamespace(batch=lambda *_: arrays), balance, 2).batch(0, 2)
+
+    np.testing.assert_array_equal(batch(ids)[0][0], [0, 1, 2, 9, 10, 11, 3, 4, 5, 6, 7, 8])
+    with pytest.raises(ValueError, match=r"array 1 of the dataset has samples of shape \[\], .* 12 tokens of array 0"):
+        batch(ids, ids[:, 0])
+    with pytest.raises(ValueError, match=r"array 2 .* shape \[12, 12\], .*: use context_parallel_balance=contiguous"):
+        batch(ids, ids, np.ones((2, 12, 12)))
+    with pytest.raises(ValueError, match="a sequence of 11 tokens can't be cut into the 2 equal chunks"):
+        batch(ids[:, 1:], balance="area")
+    with pytest.raises(ValueError, match="area takes a dataset of ids, labels and positions, .* has 4 arrays"):
+        batch(ids, ids, ids, ids, balance="area")
+
+
+def test_positions_and_places_are_the_third_and_fourth_inputs(monkeypatch):
+    recipe = recipe_of({"context_parallel": 2, "context_parallel_balance": "area"}, layers=1)
+    spec = replace(recipe.spec, inputs=("input_ids", "labels", "weights", "positions", "places"))
+    monkeypatch.setattr(sections, "model_spec", lambda _: spec)
+    with pytest.raises(ValueError, match="has no third and fourth input positions, places: use contiguous"):
+        build_model(recipe)
 
 
 @pytest.mark.parametrize("balance", ["zigzag", "area"])
@@ -110,7 +131,7 @@ def test_a_token_has_the_logits_of_its_place(balance, packs):
     materialize(net, 1)
     ids, _, *positions = map(Tensor, arrays)
     expected = net(ids, None, *positions).asnumpy()
-    data = Balanced(stream(packs), LENGTH, balance, 3)
+    data = Balanced(stream(packs), balance, 3)
     net.share_sequences(data.order or (0,), "auto")
     ids, _, *others = data.batch(0, 3)
     places = others[1] if balance == "area" else np.broadcast_to(places_of(data.order, LENGTH), ids.shape)

@@ -199,6 +199,9 @@ def test_steps_with_other_data(tmp_path):
     swapped = _run_of(tmp_path / "c", values, about={"sequences": [[1, 0]]})
     with pytest.raises(ValueError, match="have no tensor in common in step 1: passes have other sequences"):
         part(one, swapped)
+    zigzag = [_run_of(tmp_path / order, values, about={"order": [*map(int, order)]}) for order in ("0312", "05142")]
+    with pytest.raises(ValueError, match="have no tensor in common in step 1: passes have tokens in another order"):
+        part(*zigzag)
 
 
 def test_folders_without_a_run(tmp_path):

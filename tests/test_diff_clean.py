@@ -45,6 +45,15 @@ def _no_alarm(runs, folder, dtype, steps):
     return len(pairs)
 
 
+def test_tokens_in_another_order(tmp_path):
+    """One card and zigzag on 2 ranks: gradients, norm and weights are compared."""
+    sizes = "model.num_hidden_layers=1", "training.local_batch_size=1", "training.global_batch_size=1"
+    found = [recorded(tmp_path / str(n), [*sizes, f"parallelism.context_parallel={n}"]) for n in (1, 2)]
+    parting = part(*found)
+    assert parting.first is None and "have tokens in another order" in parting.note, report(parting)
+    assert parting.agree > 50
+
+
 @pytest.mark.long
 def test_meshes_and_modes(tmp_path):
     assert _no_alarm(RUNS, tmp_path, "float32", 1) == 3

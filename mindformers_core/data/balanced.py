@@ -4,7 +4,7 @@ from math import gcd
 
 import numpy as np
 
-from mindformers_core.batches import area_order, places_of, static_order
+from mindformers_core.batches import area_order, chunk_length, places_of, static_order
 
 _CHUNKS = 16  # of a rank, at most, where the documents of a row say which
 
@@ -18,33 +18,39 @@ class Balanced:
 
     Args:
         dataset: an object with `batch(first, count)`, see `dataset_of`.
-        length: tokens of a sequence.
         balance, ranks: see `static_order`.
     """
 
-    def __init__(self, dataset, length, balance, ranks):
-        self.dataset, self.length, self.ranks = dataset, length, ranks
+    def __init__(self, dataset, balance, ranks):
+        self.dataset, self.ranks = dataset, ranks
         self.order = static_order(balance, ranks)
 
     def batch(self, first, count):
         """Samples `first` … `first + count - 1`: arrays (count, length, …).
 
         Raises:
-            ValueError: an array without an entry for each token.
+            ValueError: an array without an entry for each token, or with one for each pair; a length that ranks can't
+                share; with `area`, arrays behind those of positions.
         """
         arrays = list(self.dataset.batch(first, count))
+        (length,) = arrays[0].shape[1:2] or (0,)
         for number, array in enumerate(arrays):
-            if array.shape[1:2] != (self.length,):
+            if array.shape[1:2] != (length,) or length in array.shape[2:]:  # pairs of tokens would need two orders
                 raise ValueError(
                     f"parallelism.context_parallel_balance: array {number} of the dataset has samples of shape "
-                    f"{list(array.shape[1:])}, which have no entry for each of train_dataset.seq_length {self.length} "
-                    "tokens, so tokens can't be put into another order: use context_parallel_balance=contiguous"
+                    f"{list(array.shape[1:])}, of which dim 0, and no other, should have an entry for each of the "
+                    f"{length} tokens of array 0 to be put into another order: use context_parallel_balance=contiguous"
                 )
         if self.order is not None:
-            return [array[:, places_of(self.order, self.length)] for array in arrays]
+            return [array[:, places_of(self.order, length)] for array in arrays]
+        if len(arrays) > 3:
+            raise ValueError(
+                f"parallelism.context_parallel_balance: area takes a dataset of ids, labels and positions, behind "
+                f"which it puts places, but this one has {len(arrays)} arrays: use zigzag or contiguous"
+            )
         if len(arrays) < 3:
-            arrays.append(np.broadcast_to(np.arange(self.length, dtype=np.int32), (count, self.length)))
-        part = gcd(self.length // self.ranks, _CHUNKS)
+            arrays.append(np.broadcast_to(np.arange(length, dtype=np.int32), (count, length)))
+        part = gcd(chunk_length(range(self.ranks), length), _CHUNKS)
         areas = (arrays[2].astype(np.int64) + 1).reshape(count, self.ranks * part, -1).sum(2)
-        places = np.stack([places_of(area_order(row, self.ranks), self.length) for row in areas])
+        places = np.stack([places_of(area_order(row, self.ranks), length) for row in areas])
         return [np.stack([row[own] for row, own in zip(array, places)]) for array in arrays] + [places]

@@ -37,7 +37,7 @@ def balanced(recipe, dataset):
     sizes = recipe.parallelism
     if sizes.order == (0,):
         return dataset
-    return Balanced(dataset, recipe.train_dataset.seq_length, sizes.context_parallel_balance, sizes.context_parallel)
+    return Balanced(dataset, sizes.context_parallel_balance, sizes.context_parallel)
 
 
 def micro_batch(recipe, net, stage=0):

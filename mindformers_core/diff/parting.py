@@ -76,17 +76,19 @@ def part(run_a, run_b, noise=None):
 
 
 def _other_sequences(run_a, run_b):
-    """A note where passes of the runs have other data, else ""; `ValueError` where even steps have."""
+    """A note where passes of the runs have other data, or their order, else ""; `ValueError` where even steps have."""
+    after = "in A and B: gradients, norm and weights after them are compared"
     ours, theirs = (run.about.get("sequences") for run in (run_a, run_b))
     if None in (ours, theirs) or ours == theirs:
-        return ""
+        orders = [run.about.get("order") for run in (run_a, run_b)]
+        return "" if None in orders or orders[0] == orders[1] else f"passes have tokens in another order {after}"
     counts = [sum(map(len, passes)) for passes in (ours, theirs)]
     if counts[0] != counts[1]:
         raise ValueError(
             f"a step of A takes {counts[0]} sequences, one of B {counts[1]}: give both the same global batch, as "
             f"b:training.global_batch_size={counts[0]}, and a local_batch_size that divides it"
         )
-    return "passes have other sequences in A and B: gradients, norm and weights after them are compared"
+    return f"passes have other sequences {after}"
 
 
 def _alike(*facts):

@@ -86,7 +86,12 @@ def recipe_from_dict(sections):
     recipe = _convert(sections, kind, "")
     check_recipe(recipe)
     if recipe.evaluation.interval:
-        check_recipe(evaluated(recipe))
+        held_out = evaluated(recipe)
+        try:
+            check_recipe(held_out)
+        except (TypeError, ValueError) as error:  # checks name the section that the data are in the place of
+            text = str(error).replace("train_dataset.", "evaluation.dataset.")
+            raise type(error)(text).with_traceback(error.__traceback__) from None
     return recipe
 
 

@@ -72,13 +72,13 @@ def _share_sequences(recipe, net):
     order, algorithm = sizes.order, sizes.context_parallel_algorithm
     if (order, algorithm) == ((0,), "auto"):
         return
-    lacks_places = order is None and "places" not in recipe.spec.inputs
+    lacks_places = order is None and (*recipe.spec.inputs[2:4],) != ("positions", "places")  # as `Balanced` has them
+    lacking = "third and fourth input positions, places" if lacks_places else "method share_sequences(order, algorithm)"
     if lacks_places or not hasattr(net, "share_sequences"):
         raise ValueError(
             f"parallelism: context_parallel_balance {sizes.context_parallel_balance} and context_parallel_algorithm "
             f"{algorithm} need a model that knows of them, but {recipe.model_name} has no "
-            f"{'input places' if lacks_places else 'method share_sequences(order, algorithm)'}: use contiguous and "
-            "auto, or see docs/models.md"
+            f"{lacking}: use contiguous and auto, or see docs/models.md"
         )
     net.share_sequences(order or (0,), algorithm)
 
