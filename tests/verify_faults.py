@@ -28,10 +28,15 @@ from mindformers_core.layout import layout
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.recipe.loader import load_recipe
 from mindformers_core.recipe.sections import MESH_AXES, mesh_shape
+from mindformers_core.redistribution import DeviceModel, Link
 from mindformers_core.tensor_parallel.attention import attention
 from mindformers_core.zero import MixedPrecision, hsdp
 
 __all__ = ["SUBJECTS", "PlantedFault", "outcome", "read_faults"]
+
+
+# of which nothing is worth computing on all ranks, as at the sizes that models are trained in
+LARGE = DeviceModel("large", 1e6, 0.0, Link(0.0, 1e12))
 
 
 class Classes(nn.Cell):
@@ -55,7 +60,7 @@ class Passed(nn.Cell):
 
 
 class Drawn(nn.Cell):
-    """Two dropouts, deviations over a dim that is cut, and a Cell that takes another layout."""
+    """Two dropouts, deviations and maxima over a dim that is cut, and a Cell that takes another layout."""
 
     def __init__(self):
         super().__init__()
@@ -64,7 +69,8 @@ class Drawn(nn.Cell):
     def construct(self, x):
         x = self.up(x)
         y = self.passed(self.drop(x))
-        return ops.square(ops.dropout(y, 0.3, self.training)).mean() + ops.std(x, 1, 1, True).mean()
+        drawn = ops.square(ops.dropout(y, 0.3, self.training)).mean()
+        return drawn + ops.std(x, 1, 1, True).mean() + ops.amax(x, 1).mean()
 
 
 class Attending(nn.Cell):
@@ -201,7 +207,7 @@ def classes(**settings):
     plan |= {"down": rows(axes), "head": columns(axes) | {"input": {"x": layout("dp")}}}
 
     def build():
-        net = shard(Classes(), mesh, plan=plan)
+        net = shard(Classes(), mesh, plan=plan, device_model=LARGE)
         return hsdp(net, **{"threshold": 0, **settings}) if settings else net
 
     return verify(build, mesh, Tensor(array(8, 8)), Tensor(np.arange(8, dtype=np.int32))), mesh
@@ -220,7 +226,11 @@ def drawn():
     mesh = DeviceMesh((2, 2), ("dp", "tp"))
     plan = {"": {"input": {"x": layout("dp")}}, "up": columns(axes_of(mesh))}
     plan["passed"] = {"input": {"x": layout(("dp", "tp"), None)}}
-    return verify(Drawn().set_train(), mesh, Tensor(array(8, 8)), plan=plan), mesh
+
+    def build():
+        return shard(Drawn().set_train(), mesh, plan=plan, device_model=LARGE)
+
+    return verify(build, mesh, Tensor(array(8, 8))), mesh
 
 
 def routed(case, ties=False, recomputed=False):
