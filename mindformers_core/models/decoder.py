@@ -330,6 +330,8 @@ class RoutedStage(CausalDecoder):
     def construct(
         self, input_ids, routed=None, labels=None, positions=None, places=None, slots=None, starts=None
     ):  # fmt: skip
+        if labels is not None and routed is None:
+            raise TypeError("a later stage that trains experts needs routed, the counts and losses of the stage before")
         return super().construct(input_ids, labels, positions, places, slots, starts, routed)
 
 
