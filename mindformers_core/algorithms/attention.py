@@ -40,7 +40,7 @@ def attend_part(query, key, value, first, last, places, scale, blocks, drop=0.0,
         return attend_fused(query, key, value, scale, blocks)
     batch, _, heads, _ = query.shape
     groups = key.shape[2]
-    queries, keys, values = _rows(query) * scale, _rows(key), _rows(value)
+    queries, keys, values = _rows(query, scale), _rows(key), _rows(value)
     halves = drawn_halves(own, draws, places) if drop else None
     ranges = _distances(first, last, places, batch, blocks)
     outputs, sums = [], []
@@ -80,7 +80,7 @@ def attend_gradient(
         return attend_fused_gradient(query, key, value, scale, blocks, sums, delta, gradient)
     batch, _, heads, size = query.shape
     groups, key_length = key.shape[2], key.shape[1]
-    queries, gradients = _rows(query) * scale, _rows(gradient)
+    queries, gradients = _rows(query, scale), _rows(gradient)
     keys, values = _rows(key), _rows(value)
     longer_keys, longer_values = _with_column(keys), _with_column(values)
     halves = drawn_halves(own, draws, places) if drop else None
@@ -136,9 +136,12 @@ RESULT_DTYPES = {  # of the operators of attention, by their arguments
 }
 
 
-def _rows(x):
-    """(batch, length, heads, size) in its `score_dtype`, (batch * length * heads, size)."""
-    return ops.reshape(_cast(x, score_dtype(x)), (-1, x.shape[3]))
+def _rows(x, factor=1.0):
+    """(batch, length, heads, size) in its `score_dtype`, (batch * length * heads, size), times a number.
+
+    Not a view, since in PyNative each gather of some rows of a view copies all of it before.
+    """
+    return ops.reshape(_cast(x, score_dtype(x)), (-1, x.shape[3])) * factor
 
 
 def _taken(x, rows, batch, groups):

@@ -9,6 +9,8 @@ constants would be one; rows 1 and 2 are the chunks of queries and of keys; then
 for every chunk of keys, a row with 1 for the slots that have it, and 0 for the others; slots of no chunk don't count.
 """
 
+from math import gcd
+
 import mindspore as ms
 from mindspore import ops
 
@@ -20,6 +22,8 @@ from mindformers_core.algorithms.attention import (
     score_dtype,
     with_own_gradient,
 )
+from mindformers_core.algorithms.attention_rows import side_rows
+from mindformers_core.algorithms.compiled import on_cpu
 from mindformers_core.operators.visible_blocks import known_blocks
 
 _largest, _product, _cast, _sum = ops.ReduceMax(), ops.MatMul(), ops.Cast(), ops.ReduceSum()
@@ -152,7 +156,17 @@ def _picked(query, both, first, last, places, table):
     lengths = ((first, query.shape[2]), (last, query.shape[2]), (places, both.shape[2]))
     shape = table.shape[1], query.shape[1]
     ranges = tuple([_flat(ops.broadcast_to(each, (*shape, length))) for each, length in lengths])
-    return rows, columns[:, :, :, :size], columns[:, :, :, size:], *ranges
+    return rows, *sides(columns, size), *ranges
+
+
+def sides(x, size):
+    """Keys (…, size) and values (…, value_size) of those that lie side by side; on CPU no slices, see `side_rows`."""
+    if not on_cpu():
+        return x[..., :size], x[..., size:]
+    step = gcd(size, x.shape[-1])
+    tables = side_rows(x.size // x.shape[-1], size // step, (x.shape[-1] - size) // step)
+    parts = ops.reshape(x, (-1, step))
+    return tuple([ops.reshape(ops.gather(parts, each, 0), (*x.shape[:-1], -1)) for each in tables])
 
 
 def _drawn(own, draws, table):

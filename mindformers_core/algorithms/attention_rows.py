@@ -75,6 +75,13 @@ def token_rows(batch, heads, blocks):
     return _table(_inverse(np.concatenate(order), rows.size))
 
 
+@lru_cache(maxsize=32)
+def side_rows(count, first, second):
+    """Of `count` rows that are cut in so many equal parts, the first ones' and the second ones' numbers."""
+    parts = np.arange(count * (first + second)).reshape(count, -1)
+    return _table(parts[:, :first]), _table(parts[:, first:])
+
+
 def _inverse(rows, count):
     found = np.full(count, len(rows))
     found[rows] = np.arange(len(rows))

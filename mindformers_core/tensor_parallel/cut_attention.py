@@ -18,6 +18,7 @@ from mindformers_core.algorithms.attention_parts import (
     attend_chunks,
     part_gradient,
     rows_of,
+    sides,
     stack,
     stack_of_rows,
     whole,
@@ -124,7 +125,7 @@ class _Cut:
                 of_both = found[1] if of_both is None else of_both + found[1]
             self._give_back(own, of_both, exchange)
         of_both = whole(ops.cat(own, 0))
-        found = whole(of_query), of_both[..., : self.size], of_both[..., self.size :]
+        found = whole(of_query), *sides(of_both, self.size)
         return tuple(ops.cast(gradient, x.dtype) for gradient, x in zip(found, self.args))
 
     def to_chunks(self, both, places, starts):
