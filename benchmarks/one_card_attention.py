@@ -29,8 +29,8 @@ HEADS, SIZE, ROUNDS = 8, 64, 7
 CASES = {(8, 128): 0.8, (1, 1024): 0.8}  # (batch, length) -> the greatest ratio
 LONG, ROWS = 8192, 128  # a length, and the queries of its blocks
 # At the peak, in the backward pass: query, key, value, output, its gradient and that before the slope, rows of four of
-# them, longer ones of two, three gradients; of a block the keys twice and the values, also of the block before, and what
-# it adds to the keys, that with a row of 0, in its place, and the sum; its scores, weights or their gradients.
+# them, longer ones of two, three gradients; of a block the keys twice and the values, also of the block before, and
+# what it adds to the keys, that with a row of 0, in its place, and the sum; its scores, weights or their gradients.
 OF_SEQUENCE, OF_BLOCK = 25, 3
 
 

@@ -186,6 +186,31 @@ def test_rows_are_numbered():
             planned(2**28)
 
 
+@pytest.mark.parametrize("capacity", [None, (3, 4)])
+def test_places_of_choices(monkeypatch, capacity):
+    """Operators, as on a device, and the host give the same, of -1 and of experts whose rank gets nothing, too."""
+    random = np.random.default_rng(2)
+    for count in range(1, 20):
+        ranks, total = random.integers(1, 5), random.integers(2, 9)
+        owners = np.stack((random.integers(0, ranks + 1, total + 1), random.integers(0, 4, total + 1)))
+        owners[:, 0] = ranks, -1
+        owners[1][owners[0] == ranks] = -1
+        ids = random.integers(-1, total, (4 * count, 2)).astype(np.int32)
+        given = Tensor(ids), Tensor(owners.astype(np.int32)), int(ranks), 8 * count, capacity
+        by_host = parts.places_of_choices(*given)
+        with monkeypatch.context() as patched:
+            patched.setattr(parts, "on_cpu", lambda: False)
+            by_operators = parts.places_of_choices(*given)
+        for found, wanted in zip(by_host, by_operators, strict=True):
+            assert found.dtype == wanted.dtype
+            np.testing.assert_array_equal(found.asnumpy(), wanted.asnumpy())
+        taken, back, numbers = (each.asnumpy().reshape(-1) for each in by_host)
+        kept = np.flatnonzero(back.reshape(-1) < len(taken))
+        np.testing.assert_array_equal(taken[back[kept]], kept)
+        np.testing.assert_array_equal(numbers[back[kept]], owners[1][ids.reshape(-1)[kept] + 1])
+        assert len(kept) == (numbers >= 0).sum()
+
+
 def test_errors():
     """What doesn't fit is said."""
     with pytest.raises(ValueError, match="n_group: 3 should divide num_experts 8"):

@@ -69,6 +69,8 @@ def places_of_choices(ids, owners, ranks, most, capacity):
     """
     if capacity is not None:
         ids = within_capacity(ids, owners.shape[1] - 1, capacity)
+    if on_cpu() and not in_graph():
+        return _places_by_host(ids.asnumpy(), owners.asnumpy(), ranks, most)
     total, flat = ids.shape[0] * ids.shape[1], ops.reshape(ids, (-1,)) + 1
     rank, local = ops.gather(owners[0], flat, 0), ops.gather(owners[1], flat, 0)
     places, _ = ranked(rank, ranks + 1)
@@ -77,6 +79,21 @@ def places_of_choices(ids, owners, ranks, most, capacity):
     taken = ops.tensor_scatter_elements(taken, places, _numbers(total), 0)[:-1]
     numbers = ops.tensor_scatter_elements(numbers, places, local, 0)[:-1]
     return ops.reshape(taken, (ranks, most)), ops.reshape(places, ids.shape), ops.reshape(numbers, (ranks, most))
+
+
+def _places_by_host(ids, owners, ranks, most):
+    """`places_of_choices` where the host's reads cost nothing, in a tenth of the operators' time."""
+    rank, local = owners[:, ids.reshape(-1) + 1]
+    order = np.argsort(rank, kind="stable")
+    counts = np.bincount(rank, minlength=ranks + 1)
+    places = np.empty(rank.size, np.int32)
+    places[order] = np.arange(rank.size) + np.repeat(np.arange(ranks + 1) * most - counts.cumsum() + counts, counts)
+    sent = order[: rank.size - counts[ranks]]
+    places[order[sent.size :]] = ranks * most
+    taken, numbers = np.zeros(ranks * most, np.int32), np.full(ranks * most, -1, np.int32)
+    taken[places[sent]], numbers[places[sent]] = sent, local[sent]
+    found = taken.reshape(ranks, most), places.reshape(ids.shape), numbers.reshape(ranks, most)
+    return tuple([Tensor(each) for each in found])
 
 
 def sizes_of_rows(sent, received):
@@ -90,9 +107,11 @@ def sizes_of_rows(sent, received):
         as ids (ranks * most, 1).
     """
     both = ops.stack((sent, received))
-    if in_graph():  # where rows have room for all, and nobody takes sizes
-        sizes = ops.zeros((2, sent.shape[0]), mstype.int32)
-        return sizes, sizes, ops.reshape(received, (-1, 1))
+    if in_graph():
+        sizes = ops.zeros((2, sent.shape[0]), mstype.int32)  # of devices, which send room for all
+        if on_cpu():
+            sizes = ops.cast(ops.sum(ops.cast(ops.greater_equal(both, 0), mstype.float32), 2), mstype.int32)
+        return sizes, ops.cat((sizes[1:], sizes[:1]), 0), ops.reshape(received, (-1, 1))
     both = both.asnumpy()
     sizes = (both >= 0).sum(2).astype(np.int32)
     return Tensor(sizes), Tensor(np.flip(sizes, 0).copy()), Tensor(both[1].reshape(-1, 1))
@@ -164,18 +183,19 @@ def _expert(rows, gate_up, down, gate_up_bias, down_bias, activation):
 
 
 def _by_sizes(x, ids, gate_up, down, gate_up_bias, down_bias, activation):
-    """`expert_rows` in graphs whose sizes are data: every expert's rows, and one of zeros, as none have no gradient."""
+    """`expert_rows` in graphs whose sizes are data: every expert's rows, and one that nobody takes, as none have no
+    gradient."""
     count, total, nothing = gate_up.shape[0], ids.shape[0] * ids.shape[1], ops.zeros((1, x.shape[1]), x.dtype)
     flat = ops.reshape(ids, (-1,))
     keys = ops.cat((ops.where(ops.less(flat, 0), count, flat), _numbers(count)), 0)
     order = ops.argsort(keys)
     sizes = ops.cast(ops.unsorted_segment_sum(ops.ones_like(keys), keys, count + 1), mstype.int64)
     sizes = [sizes[key].item() for key in range(count + 1)]
-    taken = ops.minimum(order // ids.shape[1], x.shape[0])[: total + count - sizes[count]]  # -1 are last
-    rows = ops.gather(ops.cat((x, nothing), 0), taken, 0)
-    parts = mint.split(rows, tuple(sizes[:count]), 0)  # `ops.split` looks at sizes, by graphs of their own
+    taken = ops.minimum(order // ids.shape[1], x.shape[0] - 1)[: total + count - sizes[count]]  # -1 are last
+    parts = mint.split(ops.gather(x, taken, 0), tuple(sizes[:count]), 0)  # `ops.split` looks at sizes, by graphs
     found = _each(range(count), parts, gate_up, down, gate_up_bias, down_bias, activation)
-    places = ops.where(ops.less(flat, 0), 0, ops.argsort(order)[:total] + 1)
+    places = ops.tensor_scatter_elements(order, order, _numbers(total + count), 0)[:total]
+    places = ops.where(ops.less(flat, 0), 0, places + 1)
     return ops.reshape(ops.gather(ops.cat((nothing, *found), 0), places, 0), (*ids.shape, x.shape[1]))
 
 

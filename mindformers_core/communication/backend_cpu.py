@@ -18,13 +18,19 @@ from mindspore.ops.auto_generate.gen_ops_prim import dist_comm_irecv_op, dist_co
 
 from mindformers_core.communication import raw
 from mindformers_core.communication.local import chunk, pad_part
-from mindformers_core.communication.shared_collectives import BySegments, shared_group
+from mindformers_core.communication.shared_collectives import (
+    BySegments,
+    RowsBySegments,
+    connected_group,
+    shared_group,
+)
 from mindformers_core.communication.shared_memory import MOST_READERS
 
 _ZEROS_LIKE = ops.ZerosLike()
 _COMBINE = {"sum": ops.Add(), "max": ops.Maximum(), "min": ops.Minimum()}
 _SUMMED = (mstype.float32, mstype.float16)
 _SHARED_FROM = 1 << 16  # bytes of a tensor that is worth connecting the ranks at a first call
+_MOST_COUNTED = 1 << 24  # rows, up to which float32 counts
 _CARRIED = {mstype.bool_: mstype.int32, mstype.int16: mstype.int32}  # messages have no such dtypes
 
 
@@ -46,14 +52,20 @@ class CpuCollective(raw.RawCollective):
         shared = shared_group(self.group) if self.size <= MOST_READERS else None  # all ranks compile the same graph
         return shared and BySegments(shared, self.kind, self.arguments, self.sum.reduce)
 
-    def _in_graph(self, x):
-        if x.dtype == mstype.bfloat16:  # which few operators of CPU take, and no function of Python
-            return ops.cast(self._exact(ops.cast(x, mstype.float32)), x.dtype)
-        return self._exact(x)
+    @cached_property
+    def rows_by_segments(self):
+        """Likewise an exchange of so many rows."""
+        return self.by_segments and RowsBySegments(shared_group(self.group), self.sum.reduce)
 
-    def _exact(self, x):
+    def _in_graph(self, x, sizes=None):
+        if x.dtype == mstype.bfloat16:  # which few operators of CPU take, and no function of Python
+            return ops.cast(self._exact(ops.cast(x, mstype.float32), sizes), x.dtype)
+        return self._exact(x, sizes)
+
+    def _exact(self, x, sizes):
         if _is_large(x.shape, x.itemsize) and self.by_segments is not None:
-            return self.by_segments(x)
+            counted = sizes is not None and x.shape[1] <= _MOST_COUNTED
+            return self.rows_by_segments(x, sizes) if counted else self.by_segments(x)
         return getattr(self, self.kind)(x, *self.arguments)
 
     def eager(self, x, *sizes):
@@ -128,7 +140,7 @@ class CpuCollective(raw.RawCollective):
     def _exchange(self, parts, origins=None):
         """Give `parts[place]` to each place, the nearest first; a list of what the places `origins`, or all, give."""
         like, origins = next(iter(parts.values())), range(self.size) if origins is None else origins
-        if shared := _shared(self.group, like):
+        if shared := _shared(self.group, like) or connected_group(self.group):
             return shared.exchange(parts, origins)
         for to in sorted(parts.keys() - {self.index}, key=lambda to: (to - self.index) % self.size):
             _send(parts[to], to, self.group)

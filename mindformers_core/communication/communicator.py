@@ -24,7 +24,7 @@ class _Shared(nn.Cell):
     def __init__(self, collective):
         super().__init__(auto_prefix=False)
         self.collective = collective
-        self.with_one_dim_more = _WithOneDimMore(collective)
+        self.with_one_dim_more, self.of_sizes = _WithOneDimMore(collective), _OfSizes(collective)
 
     def __call__(self, x, *others):
         y = self.collective(x, *others)
@@ -33,10 +33,10 @@ class _Shared(nn.Cell):
             places.append(watch.recorder.place())
         return y
 
-    def construct(self, x, sizes=None):  # of an exchange, whose shapes in a graph are static
+    def construct(self, x, sizes=None):
         if x.dtype in mstype.int_type + mstype.uint_type:  # MindSpore can't compile their gradients
             return self.collective.forward(ops.stop_gradient(x))
-        y = self.with_one_dim_more(x)
+        y = self.with_one_dim_more(x) if sizes is None else self.of_sizes(x, ops.cast(sizes, mstype.float32))
         return ops.reshape(y, y.shape[1:])
 
 
@@ -52,6 +52,17 @@ class _WithOneDimMore(nn.Cell):
 
     def bprop(self, x, out, dout):
         return self.collective.bprop(x, ops.reshape(out, out.shape[1:]), ops.reshape(dout, dout.shape[1:]))
+
+
+class _OfSizes(_WithOneDimMore):
+    """Likewise an exchange of so many rows, see `RawCollective.construct`; as many go back with a gradient."""
+
+    def construct(self, x, sizes):
+        return ops.expand_dims(self.collective.forward(x, sizes), 0)
+
+    def bprop(self, x, sizes, out, dout):
+        back = ops.cat((sizes[1:], sizes[:1]), 0)
+        return self.collective.backward(ops.reshape(dout, dout.shape[1:]), back), ops.zeros_like(sizes)
 
 
 class Communicator:

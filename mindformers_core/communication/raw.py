@@ -82,12 +82,13 @@ class RawCollective(nn.Cell):
         """The collective in PyNative."""
         return self._in_graph(x)
 
-    def construct(self, x):  # not by a function that takes a method: MindSpore drops its graph too early
+    def construct(self, x, sizes=None):  # not by a function that takes a method: MindSpore drops its graph too early
         if x.dtype == mstype.complex64:
-            return _COMPLEX(self._in_graph(ops.real(x)), self._in_graph(ops.imag(x)))
-        return self._in_graph(x)
+            return _COMPLEX(self._in_graph(ops.real(x), sizes), self._in_graph(ops.imag(x), sizes))
+        return self._in_graph(x, sizes)
 
-    def _in_graph(self, x):
+    def _in_graph(self, x, sizes=None):
+        """The collective in a graph. `sizes`: of an exchange, float32 (2, ranks), as of `uncounted`."""
         return getattr(self, self.kind)(x, *self.arguments)
 
     def all_reduce(self, x, op):

@@ -49,6 +49,11 @@ def shared_group(group):
     return memo[group.ranks]
 
 
+def connected_group(group):
+    """The `SharedGroup` of a `Group` that a large tensor has connected, on all of its ranks; else None."""
+    return process_state().memo(__name__).get(group.ranks)
+
+
 class SharedGroup:
     """The ranks of a group, joined by memory and sockets; get it from `shared_group()`.
 
@@ -239,6 +244,46 @@ class BySegments(nn.Cell):
 
     def construct(self, x):
         return self.read(self.reduce(self.write(x)), x)
+
+
+class RowsBySegments(nn.Cell):
+    """An exchange in a graph of so many rows of a tensor (ranks, rows, …), behind which are zeros.
+
+    Each place's rows have a segment, from which it reads them; so has a rank's own part, which is then no input of
+    `read`: MindSpore copies all inputs of functions of Python.
+
+    Args:
+        shared, reduce: as of `BySegments`.
+    """
+
+    def __init__(self, shared, reduce):
+        super().__init__(auto_prefix=False)
+        index, size = shared.index, shared.size
+        self.reduce = reduce
+
+        def write(x, sizes):
+            pages = np.zeros((size, size), np.float32)
+            for place in range(size):
+                rows = np.ascontiguousarray(x[place, : int(sizes[0, place])]).reshape(-1).view(np.uint8)
+                pages[index, place] = shared.segments.write([rows], (place,)) // PAGE
+            return pages
+
+        def read(pages, sizes, rows, row):
+            result = np.empty((*rows.shape[:2], *row.shape[2:]), row.dtype)
+            for place, memory in enumerate(shared.reserved):
+                offset, filled = int(pages[place, index]) * PAGE, result[place, : int(sizes[1, place])]
+                filled[:] = segment_like(memory, offset, filled)
+                free_segment(memory, offset, index)
+                result[place, len(filled) :] = 0
+            return result
+
+        self.write = ops.Custom(write, lambda *_: [size, size], lambda *_: mstype.float32, "pyfunc")
+        self.read = ops.Custom(
+            read, lambda _, __, rows, row: [*rows[:2], *row[2:]], lambda *dtypes: dtypes[3], "pyfunc"
+        )
+
+    def construct(self, x, sizes):
+        return self.read(self.reduce(self.write(x, sizes)), sizes, x[:, :, :1], x[:1, :1])
 
 
 def join_memory(index, connections):

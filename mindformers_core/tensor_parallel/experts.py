@@ -91,9 +91,11 @@ def own_experts(operator, args, context):
     move = context.exchanged if capacity is None else partial(_exchanged, context)  # with few zeros, or with many
     given = move(ops.gather(tokens, taken // each, 0), there)  # where there is no choice, any
     found = _rows(ops.reshape(given, (-1, x.shape[-1])), local, gate_up, down, *biases, activation)
-    found = move(ops.reshape(found, given.shape), home)
-    found = ops.reshape(found, (-1, x.shape[-1]))
-    found = ops.gather(ops.cat((found, ops.zeros((1, x.shape[-1]), x.dtype)), 0), back, 0)
+    found = ops.reshape(move(ops.reshape(found, given.shape), home), (-1, x.shape[-1]))
+    rows = found.shape[0]
+    weights = ops.reshape(weights, back.shape)
+    weights = ops.where(ops.less(back, rows), weights, ops.zeros_like(weights))  # 0 where a choice was not sent
+    found = ops.gather(found, ops.minimum(back, rows - 1), 0)
     return ops.reshape(_combined(found, weights), x.shape)
 
 

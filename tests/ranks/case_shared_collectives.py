@@ -11,6 +11,7 @@ from support.message_tensors import bits_of
 
 from mindformers_core import communication as comm
 from mindformers_core.communication import shared_collectives, world
+from mindformers_core.communication.communicator import communicator
 from mindformers_core.communication.groups import make_group
 from mindformers_core.communication.world import process_state
 from mindformers_core.mesh import init_device_mesh
@@ -150,3 +151,38 @@ def case_other_calls_are_an_error_that_names_them():
         collective(x)
     process_state().watch = watch
     assert "called something else" in str(failure.value.__cause__) or "ended" in str(failure.value.__cause__)
+
+
+@on_ranks(4)
+def case_an_exchange_in_a_graph_sends_as_many_rows_as_there_are():
+    """Forward and backward, of sizes that are data; behind them are zeros, and nothing is sent of what a tensor has."""
+    mesh = init_device_mesh((4,), ("dp",))
+    group, me, shape = make_group(mesh, ("dp",)), world().rank, (4, 50, 3, 200)
+    cell, offsets = communicator(mesh).make("exchange", ("dp",)), []
+    segments = shared_collectives.shared_group(group).segments
+    write = segments.write
+    segments.write = lambda pieces, readers: offsets.append(sum(map(len, pieces))) or write(pieces, readers)
+
+    @ms.jit
+    def exchange(x, sizes):
+        return cell(x, sizes)
+
+    def weighted(x, sizes, slopes):
+        return ops.sum(cell(x, sizes) * slopes)
+
+    @ms.jit
+    def gradient_of(*given):
+        return ms.grad(weighted)(*given)
+
+    for seed, most in ((0, 51), (1, 51), (2, 1)):  # the last one: nothing at all
+        random = np.random.default_rng(seed)
+        counts, xs, slopes = random.integers(0, most, (4, 4)), *random.normal(size=(2, 4, *shape)).astype(np.float32)
+        sizes = np.stack((counts[me], counts[:, me]))
+        kept, sent = (np.arange(50).reshape(50, 1, 1) < each.reshape(4, 1, 1, 1) for each in (sizes[1], sizes[0]))
+        given = ms.Tensor(xs[me]), ms.Tensor(sizes.astype(np.int32))
+        offsets.clear()
+        np.testing.assert_array_equal(exchange(*given).asnumpy(), xs[:, me] * kept)
+        assert offsets == [count * 4 * 3 * 200 for count in counts[me]]
+        gradient = gradient_of(*given, ms.Tensor(slopes[me]))
+        np.testing.assert_array_equal(gradient.asnumpy(), slopes[:, me] * sent)
+    segments.write = write
