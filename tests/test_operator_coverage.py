@@ -25,7 +25,7 @@ from make_operators import PAGE, page, row  # noqa: E402
 from operator_coverage import measure_all  # noqa: E402
 
 RECORD = ROOT / "tests" / "operator_coverage.json"
-EACH = 96  # of how many functions and rows one is measured daily
+EACH = 192  # of how many functions and rows one is measured daily
 
 
 @pytest.fixture(scope="module")
