@@ -2,7 +2,8 @@
 
 All variants are checked to have one card's loss and gradients: of the input, the router, and the experts. In those of
 `capacity` an expert takes of a sample's choices as many as all experts alike would, and others are dropped. `halves` is
-a layer of half of the experts on each rank, with half of the tokens, and nothing sent: what this machine reaches.
+a layer of half of the experts on each rank, with half of the tokens, and nothing sent: what this machine reaches. Every
+variant takes some steps in turn, as a job does: what the others left in the caches costs the first one only.
 """
 
 import statistics
@@ -25,6 +26,7 @@ EP, EXPERTS, CHOICES, HIDDEN, INNER, BATCH, LENGTH, SEED = 2, 8, 2, 256, 1024, 4
 TITLE = (
     f"top-{CHOICES} of {EXPERTS} experts of {HIDDEN} x {INNER}, {BATCH * LENGTH} tokens, forward and backward, ep {EP}"
 )
+STEPS = 4  # that a variant takes in turn
 TOLERANCE = 1e-5  # of a loss or gradient, relative to the largest value in it
 BASE = "single/pynative"
 CAPACITY = LENGTH * CHOICES // EXPERTS, LENGTH
@@ -123,9 +125,22 @@ def make_variants():
     halves = Layer(count=EXPERTS // EP)
     steps["halves"], inputs["halves"] = gradients_of(halves), (mine,)
     return [
-        Variant(name, BASE, finished(step, inputs[name]), ranks=(0,) if name.startswith("single") else None)
+        Variant(
+            name, BASE, repeated(step, inputs[name]), ranks=(0,) if name.startswith("single") else None, calls=STEPS
+        )
         for name, step in steps.items()
     ]
+
+
+def repeated(step, inputs):
+    """A function that takes `STEPS` steps."""
+    once = finished(step, inputs)
+
+    def run():
+        for _ in range(STEPS):
+            once()
+
+    return run
 
 
 def own(whole, shape):
