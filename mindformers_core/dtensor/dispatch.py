@@ -19,7 +19,7 @@ from mindformers_core.dtensor.algorithm_price import Shaped, algorithm_price, sh
 from mindformers_core.dtensor.dtensor import DTensor, adopted, parameter_view, wrap
 from mindformers_core.dtypes import dtype_name
 from mindformers_core.layout import Layout
-from mindformers_core.lowering.aliases import check_current, is_view, share_memory, stale_plain
+from mindformers_core.lowering.aliases import check_current, is_view, memory_of, share_memory, stale_plain
 from mindformers_core.lowering.compositions import composed
 from mindformers_core.lowering.corrected import OWN_FUNCTIONS
 from mindformers_core.lowering.in_place import is_in_place
@@ -61,7 +61,10 @@ def dispatch(func, args, kwargs=None):
     if program.direct is None or primitive is not None:
         return program.run(func, primitive, tensors, parts)
     before, after, meta = program.direct
-    return wrap(func(*before, *parts, *after), meta)
+    result = wrap(func(*before, *parts, *after), meta)
+    if program.is_view:
+        result.memory = memory_of(tensors[0])
+    return result
 
 
 def _described(name, primitive, args, kwargs):
@@ -241,7 +244,7 @@ class _Program:
             self.is_view = self.is_view and metas[0].dtype == tensors[0]._meta.dtype  # else a copy
             if not facts_of(self.name).gather:  # else their shapes may depend on values
                 self.metas = metas
-                is_special = self.is_moving or self.is_view or self.function is not None or self.around is None
+                is_special = self.is_moving or self.function is not None or self.around is None
                 self.direct = None if is_special or not isinstance(result, Tensor) else (*self.around, metas[0])
         results = tuple(map(wrap, result, metas)) if isinstance(result, (tuple, list)) else wrap(result, metas[0])
         if self.is_view:

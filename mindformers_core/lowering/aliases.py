@@ -58,10 +58,10 @@ def share_memory(tensors, results):
     """
     views = results if isinstance(results, (tuple, list)) else (results,)
     for source, view in zip(tensors if len(tensors) == len(views) else tensors[:1] * len(views), views):
-        view.memory = _memory(source)
+        view.memory = memory_of(source)
 
 
-def _memory(tensor):
+def memory_of(tensor):
     """`([number of writes, line of the last one, what it is if it outlives the call], the number when it was made)`."""
     if tensor.memory is None:
         tensor.memory = [0, "", tensor.lasting()], 0
@@ -70,7 +70,7 @@ def _memory(tensor):
 
 def unwritable(tensor):
     """Why a tensor can't be changed in place, since what outlives the call would have to change; "" where it can."""
-    what = _memory(tensor)[0][2]
+    what = memory_of(tensor)[0][2]
     return what and (
         f"a tensor of shape {tuple(tensor.shape)} is changed in place that is {what}, or a view of it, which would "
         "have to change after the call, too: change a copy, x.copy(); or make what changes a Parameter with "
@@ -80,7 +80,7 @@ def unwritable(tensor):
 
 def note_write(tensor, where):
     """Record that a tensor was changed in place, at this line; its views, and what it is a view of, are stale then."""
-    memory, _ = _memory(tensor)
+    memory, _ = memory_of(tensor)
     memory[:2] = memory[0] + 1, where
     tensor.memory = memory, memory[0]
     type(process_state()).has_writes = True
