@@ -9,6 +9,7 @@ from support.nightly import daily
 from support.verified_calls import MESH, MESH_OF_4, Sample, check_of, eager, numbers
 
 from mindformers_core.algorithms.attention_dropout import drawn_halves
+from mindformers_core.algorithms.attention_parts import sides
 from mindformers_core.algorithms.shard_context import ShardContext
 from mindformers_core.communication import count_collectives
 from mindformers_core.communication.simulated import SimulatedRanks
@@ -225,3 +226,17 @@ def test_halves_against_one_card(algorithm):
     for one, other in zip(found, (*results, *slopes), strict=True):
         other = other.astype(ms.float32).asnumpy()
         np.testing.assert_allclose(one, other, 2**-7, 2**-8 * np.abs(other).max())
+
+
+@pytest.mark.parametrize(("size", "wide"), [(4, 8), (6, 10), (3, 4)])
+def test_keys_and_values_are_parted(size, wide):
+    """As by slices, in PyNative and in a graph."""
+    both = np.random.default_rng(0).normal(size=(2, 3, 5, 2, wide)).astype(np.float32)
+
+    def parted(x):
+        return sides(x, size)
+
+    for part in (parted, ms.jit(parted)):
+        first, second = part(Tensor(both))
+        np.testing.assert_array_equal(first.asnumpy(), both[..., :size])
+        np.testing.assert_array_equal(second.asnumpy(), both[..., size:])

@@ -9,8 +9,6 @@ constants would be one; rows 1 and 2 are the chunks of queries and of keys; then
 for every chunk of keys, a row with 1 for the slots that have it, and 0 for the others; slots of no chunk don't count.
 """
 
-from math import gcd
-
 import mindspore as ms
 from mindspore import ops
 
@@ -163,10 +161,10 @@ def sides(x, size):
     """Keys (…, size) and values (…, value_size) of those that lie side by side; on CPU no slices, see `side_rows`."""
     if not on_cpu():
         return x[..., :size], x[..., size:]
-    step = gcd(size, x.shape[-1])
-    tables = side_rows(x.size // x.shape[-1], size // step, (x.shape[-1] - size) // step)
-    parts = ops.reshape(x, (-1, step))
-    return tuple([ops.reshape(ops.gather(parts, each, 0), (*x.shape[:-1], -1)) for each in tables])
+    step, first, second = side_rows(x.shape, size)
+    pieces, shape = ops.reshape(x, (-1, step)), x.shape[:-1]
+    first, second = ops.gather(pieces, first, 0), ops.gather(pieces, second, 0)
+    return ops.reshape(first, (*shape, -1)), ops.reshape(second, (*shape, -1))
 
 
 def _drawn(own, draws, table):

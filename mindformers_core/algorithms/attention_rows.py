@@ -5,6 +5,7 @@ On CPU a gather of rows is twenty times as fast as a transpose, or as the copy o
 
 from functools import lru_cache
 from itertools import groupby
+from math import gcd, prod
 
 import numpy as np
 from mindspore import Tensor
@@ -76,10 +77,12 @@ def token_rows(batch, heads, blocks):
 
 
 @lru_cache(maxsize=32)
-def side_rows(count, first, second):
-    """Of `count` rows that are cut in so many equal parts, the first ones' and the second ones' numbers."""
-    parts = np.arange(count * (first + second)).reshape(count, -1)
-    return _table(parts[:, :first]), _table(parts[:, first:])
+def side_rows(shape, size):
+    """How rows (…, wide) are parted into their first `size` elements and the others: the length of equal pieces, and
+    the numbers of the first ones' and the others' pieces."""
+    step = gcd(size, shape[-1])
+    pieces = np.arange(prod(shape) // step).reshape(-1, shape[-1] // step)
+    return step, _table(pieces[:, : size // step]), _table(pieces[:, size // step :])
 
 
 def _inverse(rows, count):
