@@ -29,7 +29,7 @@ def count_reads():
     def counting(read):
         def counted(tensor):
             caller = sys._getframe(1)
-            is_sent = "/communication/" in caller.f_code.co_filename  # through memory, on CPU alone
+            is_sent = caller.f_code.co_filename.endswith("/tensor_bytes.py")  # through memory, on CPU alone
             if not is_sent and not any(np.shares_memory(asnumpy(tensor), each) for each in on_host):
                 reads.append(f"{caller.f_code.co_filename}:{caller.f_lineno}")
             return read(tensor)
