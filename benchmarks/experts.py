@@ -11,7 +11,7 @@ import sys
 from types import SimpleNamespace
 
 import numpy as np
-from harness import Variant, ratio_remarks, run_benchmark
+from harness import Variant, ratio_remarks, repeated, run_benchmark
 from mindspore import Tensor, nn, ops
 from tensor_parallel import compiled, finished, flat, gradients_of
 
@@ -124,23 +124,11 @@ def make_variants():
             np.testing.assert_allclose(found, expected, atol=TOLERANCE * np.abs(expected).max(), err_msg=name)
     halves = Layer(count=EXPERTS // EP)
     steps["halves"], inputs["halves"] = gradients_of(halves), (mine,)
+    runs = {name: repeated(finished(step, inputs[name]), STEPS) for name, step in steps.items()}
     return [
-        Variant(
-            name, BASE, repeated(step, inputs[name]), ranks=(0,) if name.startswith("single") else None, calls=STEPS
-        )
-        for name, step in steps.items()
+        Variant(name, BASE, run, ranks=(0,) if name.startswith("single") else None, calls=STEPS)
+        for name, run in runs.items()
     ]
-
-
-def repeated(step, inputs):
-    """A function that takes `STEPS` steps."""
-    once = finished(step, inputs)
-
-    def run():
-        for _ in range(STEPS):
-            once()
-
-    return run
 
 
 def own(whole, shape):

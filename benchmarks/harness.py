@@ -141,6 +141,16 @@ def ratio_remarks(results, ratios):
     return lines, all_kept
 
 
+def repeated(function, calls):
+    """A function that calls another one so many times."""
+
+    def run():
+        for _ in range(calls):
+            function()
+
+    return run
+
+
 def verdict(ratio, limit):
     """Whether a limit is kept, in words."""
     return f"limit {limit:g}, {'kept' if ratio <= limit else 'EXCEEDED'}"

@@ -8,7 +8,7 @@ from itertools import count, product
 from types import SimpleNamespace
 
 import mindspore as ms
-from harness import Variant, run_benchmark
+from harness import Variant, repeated, run_benchmark
 
 from mindformers_core.capture.capture import capture
 from mindformers_core.layout import Layout, bind_layout, layout
@@ -38,16 +38,14 @@ def make_variants():
     source, target = Layout.on(mesh, [("dp",), ("tp",)]), Layout.on(mesh, [("dp",), ()])
 
     def known():
-        for _ in range(PLANS):
-            plan_redistribution(source, target, (8, 8), "float32")
+        plan_redistribution(source, target, (8, 8), "float32")
 
     def new():
-        for _ in range(PLANS):
-            plan_redistribution(source, target, (8 * next(sizes), 16), "float32")
+        plan_redistribution(source, target, (8 * next(sizes), 16), "float32")
 
     return [
-        Variant("redistribution/known", "redistribution/known", known, calls=PLANS),
-        Variant("redistribution/new", "redistribution/known", new, calls=PLANS),
+        Variant("redistribution/known", "redistribution/known", repeated(known, PLANS), calls=PLANS),
+        Variant("redistribution/new", "redistribution/known", repeated(new, PLANS), calls=PLANS),
         Variant("table/steps", "table/steps", steps_by_hand),
         Variant("table/planned", "table/steps", planned),
         *(_capture(layers) for layers in (1, LAYERS)),

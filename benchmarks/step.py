@@ -14,7 +14,7 @@ from pathlib import Path
 
 import mindspore as ms
 import numpy as np
-from harness import Variant, run_benchmark, verdict
+from harness import Variant, repeated, run_benchmark, verdict
 
 from mindformers_core import Trainer, hsdp, init_device_mesh, shard
 from mindformers_core.pipeline import PipelineStage, Schedule1F1B
@@ -64,21 +64,21 @@ def make_variants():
     (trainer, steps), (around, empty) = trainer_of(), trainer_of()
     losses = [next(steps)["loss"] for _ in range(8)]
     assert losses[-1] < losses[0], losses
-    done = ms.Tensor(1.0), 1.0, None, ()
+    done = ms.Tensor(1.0), 1.0, None, {}
     around.run_step = lambda *_: time.sleep(PAUSE) or done
     tree = tree_of(trainer.cells[0])
     inputs = (ms.Tensor(np.zeros((trainer.plan.rows, 128), np.int32)),) * 2
     assert tree.known_program("", inputs, {}) is not None
 
-    def calls(function):
-        return lambda: [function() for _ in range(CALLS)]
-
+    parts = {
+        "loop": lambda: next(empty),
+        "pause": lambda: time.sleep(PAUSE),
+        "program": lambda: tree.known_program("", inputs, {}),
+        "schedule": empty_schedule(),
+    }
     return [
         Variant("step", "step", lambda: next(steps)),
-        Variant("loop", "step", calls(lambda: next(empty)), calls=CALLS),
-        Variant("pause", "step", calls(lambda: time.sleep(PAUSE)), calls=CALLS),
-        Variant("program", "step", calls(lambda: tree.known_program("", inputs, {})), calls=CALLS),
-        Variant("schedule", "step", calls(empty_schedule()), calls=CALLS),
+        *(Variant(name, "step", repeated(part, CALLS), calls=CALLS) for name, part in parts.items()),
     ]
 
 

@@ -13,7 +13,7 @@ import sys
 
 import mindspore as ms
 import numpy as np
-from harness import Variant, ratio_remarks, run_benchmark
+from harness import Variant, ratio_remarks, repeated, run_benchmark
 from mindspore import Tensor, nn, ops
 from tensor_parallel_models import Stack
 
@@ -199,20 +199,11 @@ def bare_variants(count):
         "reduce_scatter": (communication.ReduceScatter(mesh, "dp", 0), whole),
         "all_gather": (communication.AllGather(mesh, "dp", 0), part),
     }
-    return [
-        Variant(f"bare/{name}", "bare/mindspore_all_reduce", repeated(collective, x), calls=BARE_CALLS)
+    runs = {
+        name: repeated(lambda collective=collective, x=x: collective(x).asnumpy(), BARE_CALLS)
         for name, (collective, x) in calls.items()
-    ]
-
-
-def repeated(collective, x):
-    """A function that calls a collective some times."""
-
-    def run():
-        for _ in range(BARE_CALLS):
-            collective(x).asnumpy()
-
-    return run
+    }
+    return [Variant(f"bare/{name}", "bare/mindspore_all_reduce", run, calls=BARE_CALLS) for name, run in runs.items()]
 
 
 def remarks(results):

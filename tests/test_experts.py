@@ -85,6 +85,17 @@ def test_one_card(monkeypatch, rows):
     assert len(compilations) == 1
 
 
+@pytest.mark.nightly
+def test_a_token_that_an_expert_did_not_choose_may_overflow_there():
+    """In float16 the gradients of a compiled function are finite, as in PyNative."""
+    x, ids = TOKENS.copy(), choices("some")
+    x[-1, -1], ids[-1, -1] = 3000.0, -1
+    x, *others = [Tensor(each, ms.float16) for each in (x, SHARES, *WEIGHTS)]
+    given = x, Tensor(ids), *others
+    for step in (ms.grad(Total(experts), (3, 4)), ms.jit(ms.grad(Total(experts), (3, 4)))):
+        assert all(np.isfinite(each.asnumpy()).all() for each in step(*given))
+
+
 def test_capacity():
     """First choices come before second ones, whatever the order of tokens."""
     ids = Tensor(np.array([[0, 1], [0, 1], [0, 2], [1, 0], [2, -1], [2, 1]], np.int32))
@@ -168,6 +179,13 @@ def test_each_cut(mesh, cuts, capacity):
     assert planned_calls(check_of(sample, mesh)) == [found for *_, found in cuts]
     if capacity is None:
         eager(sample, mesh)
+
+
+def test_an_expert_that_is_chosen_twice():
+    """An error, where a rank has room for different choices only."""
+    owners = Tensor(np.array([[2, 0, 1], [-1, 0, 0]], np.int32))
+    with pytest.raises(ValueError, match=r"a token of ids \(3, 2\) has chosen an expert twice"):
+        parts.places_of_choices(Tensor(np.array([[1, 1], [1, 0], [0, 1]], np.int32)), owners, 2, 3, None)
 
 
 def test_rows_are_numbered():

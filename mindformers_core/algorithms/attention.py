@@ -118,7 +118,8 @@ def _block_gradient(query, gradient, sums, delta, sides, keys, values, mask, dro
 
 def output_delta(output, gradient):
     """(batch, heads, length): of each row the sum of the product of an output and its gradient."""
-    products = _rows(output) * _rows(gradient)
+    dtype = score_dtype(output)
+    products = ops.reshape(_cast(output, dtype) * _cast(gradient, dtype), (-1, output.shape[3]))
     delta = _product(ops.expand_dims(products, 0), ops.reshape(_ones_like(products[:1]), (1, -1, 1)))
     return ops.transpose(ops.reshape(delta, output.shape[:3]), (0, 2, 1))
 

@@ -86,6 +86,8 @@ def _places_by_host(ids, owners, ranks, most):
     rank, local = owners[:, ids.reshape(-1) + 1]
     order = np.argsort(rank, kind="stable")
     counts = np.bincount(rank, minlength=ranks + 1)
+    if counts[:ranks].max() > most:
+        raise ValueError(f"experts: a token of ids {ids.shape} has chosen an expert twice: its choices have to differ")
     places = np.empty(rank.size, np.int32)
     places[order] = np.arange(rank.size) + np.repeat(np.arange(ranks + 1) * most - counts.cumsum() + counts, counts)
     sent = order[: rank.size - counts[ranks]]
@@ -189,6 +191,8 @@ def _by_sizes(x, ids, gate_up, down, gate_up_bias, down_bias, activation):
     flat = ops.reshape(ids, (-1,))
     keys = ops.cat((ops.where(ops.less(flat, 0), count, flat), _numbers(count)), 0)
     order = ops.argsort(keys)
+    if x.dtype == mstype.float16:  # a token that an expert didn't choose could overflow there: a row of zeros
+        x = ops.cat((x, nothing), 0)
     sizes = ops.cast(ops.unsorted_segment_sum(ops.ones_like(keys), keys, count + 1), mstype.int64)
     sizes = [sizes[key].item() for key in range(count + 1)]
     taken = ops.minimum(order // ids.shape[1], x.shape[0] - 1)[: total + count - sizes[count]]  # -1 are last

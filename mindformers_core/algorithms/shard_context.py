@@ -109,9 +109,9 @@ class ShardContext:
         return self.run_step(local, shift_step(*known))
 
     def exchanged(self, local, sizes):
-        """Row i of every part's tensor (parts, rows, …), for part i; in PyNative on CPU without zeros behind rows.
+        """Row i of every part's tensor (parts, rows, …), for part i; on CPU without what is behind its rows.
 
-        `sizes`: on the host, int32 (2, parts): how many rows go to each part, and come from each.
+        `sizes`: int32 (2, parts), in PyNative on the host: how many rows go to each part, and come from each.
         """
         if self.count == 1:
             return local

@@ -4,7 +4,8 @@ All other collectives are composed of these, in the form that was measured faste
 buffered, so that all ranks can send first; in a graph of all-reduce sums of buffers that are -0.0 except for the rank's
 own part: x + -0.0 is x for every float x, also for -0.0.
 
-Large tensors of ranks on one host bypass MindSpore: see `shared_collectives`. 13 MB of float32 between two pinned ranks
+Large tensors of ranks on one host bypass MindSpore, and small ones that are moved in PyNative, once a large one has
+connected these ranks: see `shared_collectives`. 13 MB of float32 between two pinned ranks
 (two cores of an AMD EPYC), in PyNative, in ms: all-reduce 42 by MindSpore, 2.7 through shared memory; reduce-scatter 22
 by messages, 1.5; all-gather 21, 1.5.
 """
@@ -197,7 +198,7 @@ def _joined(limbs, count, dtype):
 
 
 def _shared(group, x):
-    """The `SharedGroup` for a tensor; None where it is small, or ranks are on several hosts."""
+    """The `SharedGroup` for a large tensor, which connects the ranks; None of a small one, or on several hosts."""
     return shared_group(group) if x.nbytes >= _SHARED_FROM else None
 
 

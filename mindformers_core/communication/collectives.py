@@ -60,7 +60,7 @@ class Collective(nn.Cell):
         return (self.backward(dout),)
 
 
-class _Exchange(Collective):
+class SizedExchange(Collective):
     """An exchange, which in PyNative may be told `sizes`, on the host: see `ShardContext.exchanged`."""
 
     def __init__(self, forward, backward):
@@ -151,7 +151,7 @@ def make_collective(kind, mesh, axes, *given, **named):
         cell = _scaled(cell, group, share)
     if op == "avg" or backward == "scale":
         gradient = _scaled(gradient, group, share)
-    return (_Exchange if kind == "exchange" and group.size > 1 else Collective)(cell, gradient)
+    return (SizedExchange if kind == "exchange" and group.size > 1 else Collective)(cell, gradient)
 
 
 def _operation(name, group, way, dims, op):

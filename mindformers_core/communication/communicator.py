@@ -2,13 +2,15 @@
 
 from mindspore import dtype as mstype, nn, ops
 
-from mindformers_core.communication.collectives import make_collective
+from mindformers_core.communication.collectives import SizedExchange, make_collective
 from mindformers_core.communication.world import process_state
 from mindformers_core.hints import nearest
 from mindformers_core.layout import Layout
 from mindformers_core.mesh import DeviceMesh
 from mindformers_core.mindspore_private import needs_gradient
 from mindformers_core.redistribution.steps import STEP_KINDS
+
+_ZEROS_LIKE = ops.ZerosLike()  # `ops.zeros_like` has branches, which a graph's backward can't always compile
 
 
 class _Shared(nn.Cell):
@@ -24,7 +26,8 @@ class _Shared(nn.Cell):
     def __init__(self, collective):
         super().__init__(auto_prefix=False)
         self.collective = collective
-        self.with_one_dim_more, self.of_sizes = _WithOneDimMore(collective), _OfSizes(collective)
+        self.with_one_dim_more = _WithOneDimMore(collective)
+        self.with_sizes = _WithSizes(collective) if isinstance(collective, SizedExchange) else None
 
     def __call__(self, x, *others):
         y = self.collective(x, *others)
@@ -36,7 +39,7 @@ class _Shared(nn.Cell):
     def construct(self, x, sizes=None):
         if x.dtype in mstype.int_type + mstype.uint_type:  # MindSpore can't compile their gradients
             return self.collective.forward(ops.stop_gradient(x))
-        y = self.with_one_dim_more(x) if sizes is None else self.of_sizes(x, ops.cast(sizes, mstype.float32))
+        y = self.with_one_dim_more(x) if sizes is None else self.with_sizes(x, ops.cast(sizes, mstype.float32))
         return ops.reshape(y, y.shape[1:])
 
 
@@ -54,7 +57,7 @@ class _WithOneDimMore(nn.Cell):
         return self.collective.bprop(x, ops.reshape(out, out.shape[1:]), ops.reshape(dout, dout.shape[1:]))
 
 
-class _OfSizes(_WithOneDimMore):
+class _WithSizes(_WithOneDimMore):
     """Likewise an exchange of so many rows, see `RawCollective.construct`; as many go back with a gradient."""
 
     def construct(self, x, sizes):
@@ -62,7 +65,7 @@ class _OfSizes(_WithOneDimMore):
 
     def bprop(self, x, sizes, out, dout):
         back = ops.cat((sizes[1:], sizes[:1]), 0)
-        return self.collective.backward(ops.reshape(dout, dout.shape[1:]), back), ops.zeros_like(sizes)
+        return self.collective.backward(ops.reshape(dout, dout.shape[1:]), back), _ZEROS_LIKE(sizes)
 
 
 class Communicator:

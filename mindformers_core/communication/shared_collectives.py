@@ -1,4 +1,4 @@
-"""Collectives of large tensors between the ranks of one host, on CPU, without MindSpore.
+"""Collectives between the ranks of one host, on CPU, without MindSpore: of large tensors first.
 
 Every rank of a group has memory that all ranks can read. In PyNative, a rank copies a piece of its tensor there; after
 a barrier (each rank sends every other one a few bytes over a socket, which wake the receiver up) all ranks read and sum
@@ -121,6 +121,8 @@ class SharedGroup:
         """
         like = next(iter(parts.values()))
         made = [empty_tensor(like.dtype, like.shape) for _ in origins]
+        if not like.nbytes:
+            return [tensor for tensor, _ in made]
         sources = {place: as_bytes(part).reshape(1, -1) for place, part in parts.items()}
         for piece in _pieces((1, like.nbytes), self.slot_size):
             cut = {place: source[piece] for place, source in sources.items()}

@@ -36,7 +36,7 @@ def experts(x, ids, weights, gate_up, down, gate_up_bias=None, down_bias=None, a
 
     Args:
         x: tokens (…, H).
-        ids: int32 (…, K), the experts that each token has chosen, 0 … E - 1; -1: none.
+        ids: int32 (…, K), the experts that each token has chosen, 0 … E - 1, no one twice; -1: none.
         weights: (…, K), of the choices.
         gate_up: (E, 2, I, H), of the gate and of what it multiplies.
         down: (E, H, I).
@@ -94,7 +94,7 @@ def own_experts(operator, args, context):
     found = ops.reshape(move(ops.reshape(found, given.shape), home), (-1, x.shape[-1]))
     rows = found.shape[0]
     weights = ops.reshape(weights, back.shape)
-    weights = ops.where(ops.less(back, rows), weights, ops.zeros_like(weights))  # 0 where a choice was not sent
+    weights = weights * ops.cast(ops.less(back, rows), weights.dtype)  # 0 where a choice was not sent
     found = ops.gather(found, ops.minimum(back, rows - 1), 0)
     return ops.reshape(_combined(found, weights), x.shape)
 

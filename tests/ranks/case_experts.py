@@ -14,7 +14,7 @@ from support.recomputations import count_recomputations
 from support.routed_layer import CASES, Case, Config, check_here, train_alone
 
 from mindformers_core import recompute
-from mindformers_core.communication import count_collectives, world
+from mindformers_core.communication import backend_cpu, count_collectives, world
 from mindformers_core.layout import layout
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.models.experts import RoutedExperts
@@ -32,9 +32,9 @@ def check(case, steps, compiled):
 @on_ranks(2)
 def case_experts_train_as_on_one_card():
     """Top-2 of 8 experts with biases, a shared one, and all losses; compiled once, though a rank's experts get other
-    numbers of rows in each step. With capacities: `test_experts`."""
+    numbers of rows in each step, which go as large tensors do. With capacities: `test_experts`."""
     check(ON_TWO[0], 3, compiled=False)
-    with patch.object(api, "_check_recompile") as compilations:
+    with patch.object(api, "_check_recompile") as compilations, patch.object(backend_cpu, "_SHARED_FROM", 256):
         check(ON_TWO[0], 3, compiled=True)
     assert compilations.call_count == 1
 
@@ -45,6 +45,9 @@ def case_all_experts_train_as_on_one_card():
     for case, compiled in product((*ON_TWO, *CASES[1:]), (False, True)):
         if case.mesh.size == world().size:
             check(case, 20 if world().size == 2 else 3, compiled)
+            if compiled and case.capacity is None and world().size == 4:
+                with patch.object(backend_cpu, "_SHARED_FROM", 256):
+                    check(case, 1, compiled)
 
 
 class Total(nn.Cell):
@@ -148,13 +151,13 @@ def case_a_compiled_recipe_with_experts_trains_as_on_one_card():
     compare_with_one_rank(*BY_DATA, COMPILED, shape=(1, 2, 1, 1), alike=ONE_LAYER, micro_batches=4)
 
 
-@on_ranks(nightly=(2,))
+@on_ranks(nightly=(2, 4))
 def case_a_compiled_pipeline_with_experts_trains_as_on_one_card():
-    """Likewise, of two stages with experts, and micro-batches of two samples."""
-    both = *RECIPE, "model.mlp_only_layers=[]"
-    stages = "parallelism.pipeline_parallel=2", "parallelism.pipeline_parallel_microbatch_size=2"
-    given = COMPILED, *stages, "training.local_batch_size=4"
-    compare_with_one_rank(*given, shape=(2, 1, 1, 1), alike=both, micro_batches=2)
+    """Likewise, of two stages with experts, on four ranks cut ones, and two micro-batches."""
+    both, dp = (*RECIPE, "model.mlp_only_layers=[]"), world().size // 2
+    stages = "parallelism.pipeline_parallel=2", f"parallelism.pipeline_parallel_microbatch_size={2 // dp}"
+    given = COMPILED, *stages, f"training.local_batch_size={4 // dp}", "parallelism.expert_parallel=[dp]"
+    compare_with_one_rank(*given, shape=(2, dp, 1, 1), alike=both, micro_batches=2)
 
 
 @on_ranks(nightly=(2,))

@@ -81,7 +81,7 @@ def case_large_views_that_are_not_contiguous():
 
 @on_ranks(2)
 def case_what_goes_another_way():
-    """Small tensors, sums of float16, and ranks of several hosts: the same results, without barriers."""
+    """Small sums, those of float16, and ranks of several hosts: the same results, without barriers."""
     mesh = init_device_mesh((2,), ("dp",))
     group = make_group(mesh, "dp")
     before = barriers(group)
@@ -107,6 +107,28 @@ def case_what_goes_another_way():
     for result, collective in zip(shared, collectives):
         np.testing.assert_array_equal(collective(x).asnumpy(), result)
     memo[group.ranks] = kept
+
+
+@on_ranks(2)
+def case_small_tensors_once_ranks_are_connected():
+    """The same moves and extremes as by messages, of every dtype, without dims or elements, through shared memory."""
+    mesh = init_device_mesh((2,), ("dp",))
+    group = make_group(mesh, "dp")
+    shared_collectives.shared_group(group)
+    memo, index = process_state().memo(shared_collectives.__name__), world().rank
+    kept, random = memo[group.ranks], np.random.default_rng(index)
+    gather, shift, largest = comm.AllGather(mesh, "dp", 0), comm.Shift(mesh, "dp", 1), comm.AllReduce(mesh, "dp", "max")
+    for dtype in (ms.float32, ms.float64, ms.bfloat16, ms.int16, ms.int32, ms.bool_):
+        x = ms.Tensor(random.normal(size=(4, 6)) * 9, dtype)
+        cells = (gather, shift) if dtype in (ms.bfloat16, ms.bool_) else (gather, shift, largest)
+        before, found = barriers(group), [cell(x) for cell in cells]
+        assert barriers(group) > before
+        del memo[group.ranks]
+        for one, other in zip(found, [cell(x) for cell in cells], strict=True):
+            assert (one.dtype, bits_of(one).tobytes()) == (other.dtype, bits_of(other).tobytes())
+        memo[group.ranks] = kept
+    assert shift(ms.Tensor(float(index))).asnumpy() == 1 - index
+    assert gather(ms.Tensor(np.zeros((0, 8), np.float32))).shape == (0, 8)
 
 
 @on_ranks(2)
