@@ -37,7 +37,9 @@ class Immutable:
     def __eq__(self, other):
         if self is other:
             return True
-        return self.__reduce__() == other.__reduce__() if isinstance(other, type(self)) else NotImplemented
+        if not isinstance(other, type(self)):
+            return NotImplemented
+        return self._hash == other._hash and self.__reduce__() == other.__reduce__()
 
     def __hash__(self):
         return self._hash
