@@ -139,6 +139,8 @@ class Layout(Immutable):
 
     def replace(self, dims=None, partial=None, varying=None):
         """This layout with some of its parts exchanged."""
+        if dims is None and partial is None and varying == self.varying:
+            return self
         parts = zip((dims, partial, varying), (self.dims, self.partial, self.varying))
         return Layout.on(self.mesh, *(own if given is None else given for given, own in parts))
 

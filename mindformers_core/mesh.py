@@ -37,7 +37,9 @@ class Immutable:
     def __eq__(self, other):
         if self is other:
             return True
-        return self.__reduce__() == other.__reduce__() if isinstance(other, type(self)) else NotImplemented
+        if not isinstance(other, type(self)):
+            return NotImplemented
+        return self._hash == other._hash and self.__reduce__() == other.__reduce__()
 
     def __hash__(self):
         return self._hash
@@ -58,7 +60,7 @@ class DeviceMesh(Immutable):
         ValueError: sizes, names and ranks don't fit each other.
     """
 
-    __slots__ = ("shape", "axis_names", "rank_list", "size", "_strides", "_positions", "_hash")
+    __slots__ = ("shape", "axis_names", "rank_list", "size", "_sizes", "_strides", "_positions", "_hash")
 
     def __init__(self, shape, axis_names, rank_list=None):
         shape = (shape,) if isinstance(shape, int) else tuple(shape)
@@ -77,7 +79,8 @@ class DeviceMesh(Immutable):
             if len(positions) != size:
                 raise ValueError(f"rank_list names a rank twice: {sorted(rank_list)[:16]}")
         strides = {name: math.prod(shape[index + 1 :]) for index, name in enumerate(axis_names)}
-        values = shape, axis_names, rank_list, size, strides, positions, hash((shape, axis_names, rank_list))
+        sizes = dict(zip(axis_names, shape))
+        values = shape, axis_names, rank_list, size, sizes, strides, positions, hash((shape, axis_names, rank_list))
         for name, value in zip(self.__slots__, values):
             object.__setattr__(self, name, value)
 
@@ -96,7 +99,7 @@ class DeviceMesh(Immutable):
             ValueError: an axis that this mesh doesn't have.
         """
         self.check_axes(axes)
-        return math.prod(self.shape[self.axis_names.index(axis)] for axis in axes)
+        return math.prod([self._sizes[axis] for axis in axes])
 
     def check_axes(self, axes):
         """Raise `ValueError`, with the nearest known name, for the first of `axes` that is not one of ours."""
@@ -124,13 +127,13 @@ class DeviceMesh(Immutable):
         """Coordinates of `rank`: one int for every axis of `axes` (default: all axes, in order)."""
         position = self.position(rank)
         axes = self.axis_names if axes is None else axes
-        return tuple(position // self._strides[axis] % self.axis_size(axis) for axis in axes)
+        return tuple(position // self._strides[axis] % self._sizes[axis] for axis in axes)
 
     def group_index(self, rank, axes):
         """Place of `rank` in its group over `axes`, the first axis named being the slowest (major)."""
         index = 0
         for axis, coordinate in zip(axes, self.coordinate(rank, axes)):
-            index = index * self.axis_size(axis) + coordinate
+            index = index * self._sizes[axis] + coordinate
         return index
 
     def group(self, rank, axes):

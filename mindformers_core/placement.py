@@ -84,6 +84,8 @@ def split_entry(mesh, entry, sizes):
 
 def merged_entry(mesh, entries, sizes):
     """The entry of a dim that merges factors of these entries and sizes, major to minor."""
+    if not any(entries):
+        return ()
     parts = ((*own, size // parts_of(mesh, own)) for own, size in zip(entries, sizes))
     return entry_of([each for part in parts for each in part], mesh.axis_names)
 

@@ -35,7 +35,7 @@ def damaged_places(folder, rng, count):
         yield path, int(rng.integers(start, stop)), name
 
 
-@pytest.mark.parametrize("count", daily([200], [200, 1000]))
+@pytest.mark.parametrize("count", daily([100], [100, 1000]))
 def test_every_damage_is_seen(tmp_path, monkeypatch, count):
     """Flipped bits and truncations in all files: by loading on a mesh, and by checking; names file and tensor."""
     without_threads(monkeypatch)

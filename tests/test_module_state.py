@@ -2,7 +2,7 @@
 
 import ast
 
-from test_layers_of_the_house import MODULES, ROOT, parse
+from test_layers_of_the_house import MODULES, ROOT, nodes_of, parse
 
 CONTAINERS = {"dict", "list", "set", "bytearray", "defaultdict", "OrderedDict", "Counter", "deque"}
 # Filled while modules are imported (decorators), and by users that register an operator of their own; never by a call.
@@ -41,7 +41,7 @@ def test_no_module_level_state():
                 wrong.append(f"{path.relative_to(ROOT)}:{node.lineno} {module}: an empty container to be filled later")
         wrong += [
             f"{path.relative_to(ROOT)}:{node.lineno} {module}: global {', '.join(node.names)}"
-            for node in ast.walk(tree)
+            for node in nodes_of(tree)
             if isinstance(node, ast.Global)
         ]
     assert not wrong, "\n".join(wrong)
@@ -69,7 +69,7 @@ def executed_calls(node):
 
 def mutable_objects(tree, mutable):
     """`(line, name, class)` of the objects of `mutable` classes that a module or a class body keeps when imported."""
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         body = node.body if isinstance(node, (ast.Module, ast.ClassDef)) else []
         for statement in body:
             if not isinstance(statement, (ast.Assign, ast.AnnAssign)) or statement.value is None:
@@ -84,7 +84,7 @@ def mutable_objects(tree, mutable):
 def mutable_classes(trees):
     """Names of the classes whose objects can change."""
     return {
-        node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and not is_frozen(node)
+        node.name for tree in trees for node in nodes_of(tree) if isinstance(node, ast.ClassDef) and not is_frozen(node)
     }
 
 

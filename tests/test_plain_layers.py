@@ -38,11 +38,11 @@ class Plain(nn.Cell):
 def sent_by_a_layer(make, size, config, plan=None):
     """`(direction, collective)` -> `(calls, bytes)` over tp of one more layer, the bytes in hidden states of a rank."""
     ids, arriving = (tensor_meta((4, 8), "int32"),) * 2, dict.fromkeys((0, 1), layout("dp", None).bind(MESH))
-    two, three = (
+    one, two = (
         make_report(plan_of(make(count).set_train(), ids, {}, config, plan, arriving), silent_algorithm).traffic
-        for count in (2, 3)
+        for count in (1, 2)
     )
-    more = {key: [after - before for after, before in zip(three[key], two[key])] for key in three if key[0] == ("tp",)}
+    more = {key: [after - before for after, before in zip(two[key], one[key])] for key in two if key[0] == ("tp",)}
     return {(way, kind): (calls, sent / (2 * 8 * size * 4)) for (_, way, kind), (calls, sent) in more.items() if calls}
 
 

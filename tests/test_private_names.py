@@ -20,11 +20,12 @@ from mindspore.common.generator import default_generator
 from mindspore.graph import api, jit_trace
 from mindspore.ops.auto_generate import pyboost_inner_prim
 from mindspore.ops.composite import base
-from test_layers_of_the_house import MODULES, PACKAGE, ROOT, parse
+from test_layers_of_the_house import MODULES, PACKAGE, ROOT, nodes_of, parse
 
 from mindformers_core.scopes import once
 
 HOME = f"{PACKAGE}.mindspore_private"
+NAMED = {ast.Attribute: "attr", ast.keyword: "arg", ast.Constant: "value"}  # where a node has a name
 OF_PYTHON = {"_exit", "_getframe", "_data", "_fields", "_make", "_replace"}  # of os, sys, os.environ, named tuples
 
 
@@ -38,16 +39,10 @@ def paths_of(node):
     return [f"{node.module}.{name}" for name in names] if isinstance(node, ast.ImportFrom) else names
 
 
-@cache
-def nodes_of(tree):
-    """All nodes of a module, which several questions are asked of."""
-    return [*ast.walk(tree)]
-
-
 def names_in(tree):
     """`(line, name, node)` of the private names among attributes, named arguments and strings."""
     for node in nodes_of(tree):
-        name = getattr(node, {ast.Attribute: "attr", ast.keyword: "arg", ast.Constant: "value"}.get(type(node), ""), "")
+        name = getattr(node, NAMED.get(type(node), ""), "")
         if isinstance(name, str) and name.isidentifier() and is_private(name):
             yield node.lineno, name, node
 

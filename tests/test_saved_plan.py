@@ -169,12 +169,19 @@ def test_nothing_is_left_where_saving_fails(tmp_path):
     assert os.listdir(tmp_path) == ["plan.json"]
 
 
-@pytest.fixture
-def saved(tmp_path):
-    """The path of a saved plan, what it was made from, and a function that changes the file."""
-    given = model_of("small llama")
-    path = tmp_path / "plan.json"
+@pytest.fixture(scope="module")
+def small_plan(tmp_path_factory):
+    """A saved plan as text, and what it was made from."""
+    given, path = model_of("small llama"), tmp_path_factory.mktemp("small") / "plan.json"
     save_plan(propagate(*given), path)
+    return path.read_text(), given
+
+
+@pytest.fixture
+def saved(small_plan, tmp_path):
+    """The path of a saved plan, what it was made from, and a function that changes the file."""
+    (text, given), path = small_plan, tmp_path / "plan.json"
+    path.write_text(text)
 
     def change(edit):
         data = json.loads(path.read_text())

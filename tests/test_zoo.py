@@ -122,5 +122,5 @@ def test_experts_by_nonzero_run_eagerly_and_their_siblings_have_programs():
     check = verify(Layer(), mesh, numbers(6, WIDTH), plan=EAGER)
     assert not check.faults, check.report()
     assert "'experts' and the Cells around run operator by operator" in check.report()
-    slipped = verify(Layer(slip=0.01), mesh, numbers(6, WIDTH), plan=EAGER)
+    slipped = verify(Layer(slip=0.01), DeviceMesh((1, 2), ("dp", "tp")), numbers(6, WIDTH), plan=EAGER)
     assert slipped.faults and "result of 'number 0'" in slipped.report(), slipped.report()

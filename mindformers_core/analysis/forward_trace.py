@@ -239,4 +239,4 @@ class SharedCall:
         view = inner.view
         if view is not None:
             view = self._sources[view] if isinstance(view, int) else self.key + view
-        return replace(inner, key=self.key + inner.key, view=view)
+        return Memory(self.key + inner.key, inner.number, inner.nbytes, inner.on_host, view)

@@ -105,7 +105,7 @@ class _TraceBuilder:
     def entry(self, entry, tensors, key):
         """Results of an operator, or of the call of a Cell with a `bprop`."""
         node = entry.node
-        shapes = [layout.local_shape(value.shape) for value, layout in entry.produced]
+        shapes = entry.local_shapes
         if isinstance(entry, CallPlan):
             trained = any(use.trainable for call in node.graph.calls() for use in call.parameters)
             return self.own_gradient(key, tensors, node.made, shapes, trained)
@@ -115,14 +115,13 @@ class _TraceBuilder:
 
     def operator(self, key, node, tensors, shapes):
         """Results of an operator; its saved tensors are recorded."""
-        places = [place for place, one in enumerate((*node.args, *node.kwargs.values())) for _ in tree_leaves(one)]
-        operands = {tensor.operand(place): tensor for place, tensor in zip(places, tensors)}
         needs = any(tensor.requires_grad for tensor in tensors)
         run = Run(key, tuple(tensors))
         self.trace.runs.append(run)
         made = self.results(run, node, tensors, shapes)
         if not needs:
             return made
+        operands = {tensor.operand(place): tensor for place, tensor in zip(node.places, tensors)}
         row = facts_of(node.operator).saves
         results = {tensor.operand(place): tensor for place, tensor in enumerate(made)}
         for operand in row.kept_inputs([*operands]):
@@ -214,8 +213,8 @@ class _TraceBuilder:
     def distributed(self, key, plan, tensors):
         """Results of a distributed algorithm, from its operators and redistributions; or it has its own gradient."""
         if algorithm_named(plan.algorithm).gradient is not None:
-            shapes = [layout.local_shape(value.shape) for value, layout in plan.produced]
-            return self.own_gradient(key, [self.floating(key, each) for each in tensors], plan.node.made, shapes, False)
+            floating = [self.floating(key, each) for each in tensors]
+            return self.own_gradient(key, floating, plan.node.made, plan.local_shapes, False)
 
         def part(node, steps, taken):
             if steps is not None:

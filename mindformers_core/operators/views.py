@@ -8,7 +8,8 @@ tensor on one rank, and the local shapes of its results. They return the strides
 view of a copy that the operator makes; or None where no result is a view.
 """
 
-from math import prod
+from itertools import accumulate
+from operator import mul
 
 INPUT = "input"  # the result is just what the first tensor is
 INPUT_IF_CONTIGUOUS = "input if contiguous"
@@ -17,7 +18,7 @@ INPUT_IF_OF_ITS_DTYPE = "input if of its dtype"  # the same object
 
 def contiguous_strides(shape):
     """Strides of a contiguous tensor of this shape, in row-major order."""
-    return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    return tuple(accumulate(reversed(shape), mul, initial=1))[-2::-1]
 
 
 def is_contiguous(shape, strides):

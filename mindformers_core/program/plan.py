@@ -74,15 +74,20 @@ class _NodePlan:
 
     plan = None
 
-    @property
+    @cached_property
     def consumed(self):
         """Pairs (Value, Layout) of the tensor arguments, in order; a `lifted` tensor is none."""
         return list(zip(self.node.taken, self.inputs, strict=True))
 
-    @property
+    @cached_property
     def produced(self):
         """Pairs (Value, Layout) of the outputs, in order."""
         return list(zip(self.node.made, self.outputs, strict=True))
+
+    @cached_property
+    def local_shapes(self):
+        """The local shape of every output."""
+        return [layout.local_shape(value.shape) for value, layout in self.produced]
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,11 +117,6 @@ class OperatorPlan(_NodePlan):
     def axes_of(self):
         """For every factor the mesh axes that shard it."""
         return self.choice.axes_of
-
-    @property
-    def local_shapes(self):
-        """The local shape of every output."""
-        return [layout.local_shape(value.shape) for value, layout in self.produced]
 
     @cached_property
     def local_call(self):
@@ -151,7 +151,7 @@ class CallPlan(_NodePlan):
         """Whether the function called is not another Cell, but a part of the calling one (see `partition`)."""
         return self.node.child == ""
 
-    @property
+    @cached_property
     def passed(self):
         """Triples (callee's Value, caller's Value, Layout) of all tensors that a plan is called with, each once."""
         layouts = dict(self.consumed)
@@ -207,7 +207,7 @@ class CellPlan:
         """The `CallPlan`s of this plan alone."""
         return tuple(entry for entry in self.instructions if isinstance(entry, CallPlan))
 
-    @property
+    @cached_property
     def returned(self):
         """Pairs (Value, Layout) of the results."""
         return list(zip(tree_leaves(self.graph.result), self.results, strict=True))

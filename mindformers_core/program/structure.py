@@ -94,6 +94,11 @@ class Node:
         return tree_leaves((self.args, self.kwargs))
 
     @cached_property
+    def places(self):
+        """For each of them the number of the argument that it is in, positional ones first."""
+        return [place for place, one in enumerate((*self.args, *self.kwargs.values())) for _ in tree_leaves(one)]
+
+    @cached_property
     def made(self):
         """The outputs."""
         return tree_leaves(self.outputs)
