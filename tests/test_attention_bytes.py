@@ -11,6 +11,7 @@ from support.launch import ROOT
 from support.nightly import daily
 from support.saved_tensors import measured
 from support.verified_calls import numbers
+from test_attention import Largest
 from test_cut_attention import HEADS, ROWS, on_parts
 
 from mindformers_core.algorithms.distributed_operators import run_locally
@@ -131,9 +132,34 @@ def sent_by(function, mesh, arrays):
         with count_collectives() as forward:
             cell(*parts)
         with count_collectives() as both:
-            ms.grad(lambda *given: cell(*given).to_local().sum(), (0, 1, 2))(*parts)
+            both_passes(cell, parts)
     forward, both = (sum(nbytes for _, nbytes in counts.values()) for counts in (forward, both))
     return forward, both - forward
+
+
+def both_passes(cell, parts):
+    """Run the rank's program, and its gradient."""
+    ms.grad(lambda *given: cell(*given).to_local().sum(), (0, 1, 2))(*parts)
+
+
+CUT = [(algorithm, order) for order in ((0, 3, 1, 2), (0,), None) for algorithm in ("gather", "ring", "all_to_all")]
+
+
+@pytest.mark.parametrize(("algorithm", "order"), daily(CUT[:3], CUT))
+def test_no_rank_has_all_scores(algorithm, order):
+    """Of the programs of two ranks no operator takes more than a block: 32 queries of a chunk, or 128, and all keys."""
+    most = 2 * 128 * 512 if algorithm == "all_to_all" else 4 * 32 * 256  # heads, queries, keys
+    where, mesh = np.arange(512, dtype=np.int32)[None], DeviceMesh((2,), ("cp",))
+    given = *(numbers(1, 512, heads, 4) for heads in (4, 2, 2)), where
+
+    def attend(query, key, value, where):
+        return attention(query, key, value, where * 0, where + 1, where, 0.5, order, (None, 0), True, algorithm)[0]
+
+    for rank in range(2):
+        with rank_of(2, rank), Largest() as largest:
+            cell, parts = sharded(attend, mesh, given, 1)
+            both_passes(cell, list(map(Tensor, parts)))
+        assert 4 * 128 * 16 <= largest.count <= most
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
