@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 
+import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn
@@ -10,11 +11,13 @@ from support.launch import ROOT
 from support.nightly import daily
 from support.saved_tensors import measured
 from support.verified_calls import numbers
+from test_attention import Largest
 from test_cut_attention import HEADS, ROWS, on_parts
 
 from mindformers_core.algorithms.distributed_operators import run_locally
 from mindformers_core.algorithms.shard_context import shard_context
 from mindformers_core.capture.algorithm_graph import algorithm_of
+from mindformers_core.communication import count_collectives
 from mindformers_core.communication.world import rank_of
 from mindformers_core.layout import layout
 from mindformers_core.mesh import DeviceMesh
@@ -74,43 +77,89 @@ def planned(function, mesh, *arrays):
 
 def instructions(function, mesh, *arrays):
     """Those of a plan where all arrays are cut along dim 1, and so is the result."""
-    cut = layout(None, mesh.axis_names[0], ...)
     with rank_of(mesh.size, 0):
-        plan = {
-            "": {
-                "input": dict.fromkeys(("query", "key", "value", "where"), cut),
-                "output": [cut, layout(None, None, mesh.axis_names[0])],
-            }
-        }
-        cell = shard(Called(function).set_train(), mesh, plan=plan)
-        parts = [tensor_meta((x.shape[0], x.shape[1] // mesh.size, *x.shape[2:]), str(x.dtype)) for x in arrays]
-        return prepare(cell, *parts).plan.instructions
+        cell, parts = sharded(function, mesh, arrays)
+        return prepare(cell, *[tensor_meta(each.shape, str(each.dtype)) for each in parts]).plan.instructions
+
+
+def sharded(function, mesh, arrays, outputs=2):
+    """The Cell of a rank, and the arrays' parts; output alone, or sums, too, are cut along the sequence."""
+    cut = layout(None, mesh.axis_names[0], ...)
+    results = [cut, layout(None, None, mesh.axis_names[0])]
+    given = {"input": dict.fromkeys(("query", "key", "value", "where"), cut), "output": results[:outputs]}
+    cell = shard(Called(function).set_train(), mesh, plan={"": given})
+    return cell, [each[:, : each.shape[1] // mesh.size] for each in arrays]
+
+
+WAYS = [("gather", 4), ("all_to_all", 4), ("all_to_all", 1)]  # and heads of keys
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
-@pytest.mark.parametrize("algorithm", ["gather", "all_to_all"])
-def test_bytes_are_those_of_the_page(algorithm, dtype):
+@pytest.mark.parametrize(("algorithm", "groups"), WAYS)
+def test_bytes_are_those_of_the_page(algorithm, groups, dtype):
     """The formula of docs/long_sequences.md, that of anchors, for queries, keys, values and output; backward, too.
 
-    Of a gather where no order says what isn't seen. Of all keys and values nothing is made in another dtype.
+    Of a gather where no order says what isn't seen; of one head of keys as of its copies, one for each rank. Planned,
+    and counted as a rank runs. Of all keys and values nothing is made in another dtype.
     """
     sizes = {"b": 2, "s": 16, "P": 4, "e": dtype().itemsize, "h": 8 * 3, "h_kv": 4 * 3}
     page = (ROOT / "docs" / "long_sequences.md").read_text(encoding="utf-8")
     formula = re.search(rf"^\|[^|]*\| `{algorithm}`[^|]*\| `([^`]*)` \|", page, re.MULTILINE)[1]
     nbytes = eval(re.sub(r"(?<=[\w)]) (?=[\w(])", " * ", formula), sizes)
-    given, where = [np.zeros((2, 16, heads, 3), dtype) for heads in (8, 4, 4)], np.arange(16, dtype=np.int32)[None]
+    given, where = [np.zeros((2, 16, heads, 3), dtype) for heads in (8, groups, groups)], np.arange(16)[None]
+    given, mesh = (*given, where.astype(np.int32)), DeviceMesh((4,), ("cp",))
 
     def attend(query, key, value, where):
         return attention(query, key, value, where * 0, where + 1, where, 0.5, order, (None, 0), True, algorithm)
 
     order = None if algorithm == "gather" else (0,)
-    found = instructions(attend, DeviceMesh((4,), ("cp",)), *given, where)
+    found = instructions(attend, mesh, *given)
     moves = [each for each in found if isinstance(each, Redistribution) and len(each.value.shape) == 4]
     steps = [step for each in moves for step in each.steps]
     assert [sum(step.forward[1] for step in steps), sum(step.backward[1] for step in steps)] == [nbytes, nbytes]
     for plan in [each for each in found if getattr(each, "algorithm", None)]:
         made = [value for node in algorithm_of(plan)[0].nodes for value in node.made]
         assert {value.dtype for value in made if np.prod(value.shape) >= given[1].size} == {np.dtype(dtype).name}
+    of_places = (16 // 4) * 4 * (4 - 1) * (1 if order is None else 3)  # ranges of queries, too, where they are whole
+    assert sent_by(lambda *given: attend(*given)[0], mesh, given) == (nbytes + of_places, nbytes)
+
+
+def sent_by(function, mesh, arrays):
+    """The bytes that rank 0 sends, forward and backward."""
+    with rank_of(mesh.size, 0):
+        cell, parts = sharded(function, mesh, arrays, 1)
+        parts = list(map(Tensor, parts))
+        with count_collectives() as forward:
+            cell(*parts)
+        with count_collectives() as both:
+            both_passes(cell, parts)
+    forward, both = (sum(nbytes for _, nbytes in counts.values()) for counts in (forward, both))
+    return forward, both - forward
+
+
+def both_passes(cell, parts):
+    """Run the rank's program, and its gradient."""
+    ms.grad(lambda *given: cell(*given).to_local().sum(), (0, 1, 2))(*parts)
+
+
+CUT = [(algorithm, order) for order in ((0, 3, 1, 2), (0,), None) for algorithm in ("gather", "ring", "all_to_all")]
+
+
+@pytest.mark.parametrize(("algorithm", "order"), daily(CUT[:3], CUT))
+def test_no_rank_has_all_scores(algorithm, order):
+    """Of the programs of two ranks no operator takes more than a block: 32 queries of a chunk, or 128, and all keys."""
+    most = 2 * 128 * 512 if algorithm == "all_to_all" else 4 * 32 * 256  # heads, queries, keys
+    where, mesh = np.arange(512, dtype=np.int32)[None], DeviceMesh((2,), ("cp",))
+    given = *(numbers(1, 512, heads, 4) for heads in (4, 2, 2)), where
+
+    def attend(query, key, value, where):
+        return attention(query, key, value, where * 0, where + 1, where, 0.5, order, (None, 0), True, algorithm)[0]
+
+    for rank in range(2):
+        with rank_of(2, rank), Largest() as largest:
+            cell, parts = sharded(attend, mesh, given, 1)
+            both_passes(cell, list(map(Tensor, parts)))
+        assert 4 * 128 * 16 <= largest.count <= most
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

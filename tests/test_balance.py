@@ -159,6 +159,11 @@ CUTS = {
 KEPT = "loss", "gradient_norm", "learning_rate", "epoch", "eval_loss", "eval_perplexity"
 
 
+def by_tokens(step, tokens):
+    """A schedule by the tokens of all ranks."""
+    return 1e-2 * step * tokens / (6 * LENGTH)
+
+
 def recipe_of(parallelism, layers=2):
     """Two steps of packed documents."""
     return recipe_from_dict({
@@ -166,7 +171,7 @@ def recipe_of(parallelism, layers=2):
         "parallelism": {"data_parallel_shard": 1, **parallelism},
         "train_dataset": {"factory": "test_balance:packed_dataset", "seq_length": LENGTH},
         "training": {"local_batch_size": 2, "global_batch_size": 6, "steps": 2}, "evaluation": {"samples": 5},
-        "lr_scheduler": {"learning_rate": 1e-2, "warmup_steps": 0}, "context": {"device_model": "CPU"},
+        "lr_scheduler": {"type": "test_balance:by_tokens"}, "context": {"device_model": "CPU"},
     })  # fmt: skip
 
 
@@ -195,6 +200,7 @@ def one_card():
 @pytest.mark.parametrize("name", daily(["area, cp 2"], CUTS))
 def test_training_and_evaluation_of_documents(name, one_card):
     """Losses, norms, learning rates, tokens and operations are those of one card, on all ranks."""
+    assert one_card[0, KEPT.index("learning_rate")] == 1e-2
     for found in figures(CUTS[name]):
         np.testing.assert_allclose(found, one_card, 1e-5)
 

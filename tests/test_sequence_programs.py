@@ -34,6 +34,7 @@ MESHES = {
     "tp 4": {"tensor_parallel": 4},
     "cp 2 x tp 2": {"context_parallel": 2, "tensor_parallel": 2, "sequence_parallel": True},
     "dp 2 x cp 2, level 3": {"context_parallel": 2, "data_parallel_shard": 2, **ZERO},
+    "dp 2 x cp 2 x tp 2": {"context_parallel": 2, "data_parallel_shard": 2, "tensor_parallel": 2},
     "pp 2 x cp 2": {"context_parallel": 2, "pipeline_parallel": 2, "pipeline_parallel_microbatch_size": 2},
 }
 COMBINATIONS = [*product(("gather", "ring", "all_to_all"), ("contiguous", "zigzag", "area"), (False, True), MESHES)]
@@ -102,7 +103,8 @@ def test_other_masks_than_causal_ones(mask, algorithm, monkeypatch):
 GROUPS = [  # heads of keys and values, mesh, algorithm
     (1, "cp 4", "gather"), (1, "cp 4", "ring"), (2, "cp 2 x tp 2", "gather"), (2, "cp 2 x tp 2", "ring"),
     (2, "cp 2", "all_to_all"), (1, "cp 2 x tp 2", "all_to_all"), (2, "cp 2 x tp 2", "all_to_all"), (1, "tp 4", "auto"),
-    (2, "tp 4", "auto"), (2, "cp 4", "all_to_all"), (1, "cp 2", "all_to_all"),
+    (2, "tp 4", "auto"), (2, "cp 4", "all_to_all"), (1, "cp 2 x tp 2", "gather"), (1, "cp 2 x tp 2", "ring"),
+    (2, "cp 4", "gather"), (2, "cp 4", "ring"), (1, "cp 4", "all_to_all"), (1, "cp 2", "all_to_all"),
 ]  # fmt: skip
 
 
