@@ -1,6 +1,7 @@
 """The floors of the design: what may import what, and how long a file and a function may be."""
 
 import ast
+import gc
 import os
 import re
 import subprocess
@@ -93,7 +94,11 @@ def sources(*folders):
 
 @cache
 def parse(path):
-    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+    gc.disable()  # it would look through all trees again and again
+    try:
+        return ast.parse(path.read_text(encoding="utf-8"), str(path))
+    finally:
+        gc.enable()
 
 
 @cache
