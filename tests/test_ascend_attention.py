@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from mindspore import Tensor, ops
 from test_cut_attention import dense, masked, on_parts
+from test_random_masks import on_tensors
 
 from mindformers_core.algorithms import attention, fused_attention
 from mindformers_core.operators.visible_blocks import visible_band
@@ -130,3 +131,18 @@ def test_results_by_kernels(case, ascend):
     for one, other in zip(found, wanted, strict=True):
         np.testing.assert_allclose(one, other, 2e-2, 4e-3)
     assert set(Kernel.calls) == CASES[case], Kernel.calls
+
+
+@pytest.mark.parametrize(("order", "modes"), [((0,), {2}), ((0, 3, 1, 2), set())])
+def test_heads_in_the_place_of_a_sequence(order, modes, ascend):
+    """By `all_to_all` a rank has all tokens: in their order a kernel's band, in zigzag blocks."""
+    random, length = np.random.default_rng(7), 16
+    places = np.arange(length, dtype=np.int32).reshape(len(order), -1)[list(order)].reshape(1, -1)
+    shapes = [(2, length, heads, 16) for heads in (4, 2, 2, 4)]
+    *given, slope = (random.normal(size=shape).astype(np.float16) for shape in shapes)
+    slopes, ranges = (slope, np.ones((2, 4, length), np.float32)), (places * 0, places + 1, places)
+    found = on_tensors("all_to_all", 2, [*given, *ranges], 0.25, (order, (None, 0), True), *slopes)
+    wanted = dense(*(each.astype(np.float32) for each in given), *ranges, 0.25, *slopes)
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(one, other, 2e-2, 4e-3)
+    assert set(Kernel.calls) == modes, Kernel.calls

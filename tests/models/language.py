@@ -7,13 +7,14 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common.initializer import Normal, One, initializer
 
+from mindformers_core.batches import places_of
 from mindformers_core.layout import layout
 from mindformers_core.models import LlamaConfig, LlamaForCausalLM
 from mindformers_core.sharding.initialize import materialize
 from models.attention import Attention, FeedForward, attention_plan
 from models.example import Example, columns, floats, ids, rows
 
-__all__ = ["EXAMPLES", "llama"]
+__all__ = ["EXAMPLES", "SHARED", "llama"]
 
 BATCH, LENGTH, WORDS, SIZE, HEADS = 4, 8, 32, 16, 4
 
@@ -271,10 +272,36 @@ def llama_inputs(seed):
     return args[:1], {"labels": args[1]}
 
 
+def documents_llama():
+    """A Llama whose sequences two ranks share in a balanced order, by a ring."""
+    model = llama()
+    model.share_sequences(BALANCED, "ring")
+    return model
+
+
+def documents_inputs(seed):
+    """Rows of one document, of several, some of one token, and of such alone."""
+    args, labels = llama_inputs(seed)
+    positions = [[0, 1, 2, 3, 4, 5, 6, 7], [0, 0, 1, 2, 0, 0, 1, 2], [0] * 8, [0, 1, 2, 3, 4, 0, 1, 0]]
+    return args, labels | {"positions": Tensor(np.int32(positions)[:, places_of(BALANCED, LENGTH)])}
+
+
+def documents_plan(axes):
+    plan = llama_plan(axes)
+    plan[""]["input"]["positions"] = plan[""]["input"]["labels"]
+    return plan
+
+
 EXAMPLES = {
     "encoder": Example(Encoder, encoder_inputs, encoder_plan, named_loss),
     "encoder and decoder": Example(EncoderDecoder, encoder_decoder_inputs, encoder_decoder_plan),
     "tied language model": Example(LanguageModel, language_model_inputs, language_model_plan),
     "batch second": Example(BatchSecond, lambda seed: ((floats(seed, LENGTH, BATCH, SIZE),), {}), batch_second_plan),
     "llama": Example(llama, llama_inputs, llama_plan, config=lambda axes: LlamaSettings(axes.batch)),
+}
+BALANCED = 0, 3, 1, 2
+SHARED = {  # of which sequences are cut, nothing else
+    "llama of documents": Example(
+        documents_llama, documents_inputs, documents_plan, config=lambda axes: LlamaSettings(axes.batch)
+    )
 }

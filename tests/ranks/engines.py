@@ -9,6 +9,7 @@ from graph_collectives import count_in_graph
 from mindspore import Tensor
 from models import EXAMPLES, axes_of
 from models.authors import AUTHORS
+from models.language import SHARED
 from one_card import part_of, same
 from truth import once
 
@@ -21,7 +22,7 @@ from mindformers_core.tensor_parallel import DTensor, jit, shard
 __all__ = ["check_engines", "check_in_graph", "check_in_pynative"]
 
 SEED, TOLERANCE = 7, 1e-5
-MODELS = {**EXAMPLES, **AUTHORS}
+MODELS = {**EXAMPLES, **AUTHORS, **SHARED}
 
 
 @dataclass(frozen=True)
