@@ -34,9 +34,12 @@ pytestmark = pytest.mark.long
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    folder = str(tmp_path_factory.mktemp("trained"))
+    return trained_in(str(tmp_path_factory.mktemp("trained")), 4, *TRAINED)
+
+
+def trained_in(folder, ranks, *overrides):
     with custom_gradients():
-        SimulatedRanks(4).run(lambda rank: train(folder, rank, *TRAINED, steps=1))
+        SimulatedRanks(ranks).run(lambda rank: train(folder, rank, *overrides, steps=1))
     return folder
 
 
@@ -60,14 +63,16 @@ def one_card(trained):
         ("context.mode=0", 20),
     ],
 )
-def test_greedy_tokens_are_those_of_the_full_forward_pass(trained, forward, mode, count, monkeypatch):
+def test_greedy_tokens_are_those_of_the_full_forward_pass(request, tmp_path, mode, count, monkeypatch):
     """Prompts of four lengths in one batch; one program each of the prompts' pass and of a token's, compiled once."""
+    few = [*mesh(), "model.num_hidden_layers=2"] if "mode" in mode else []  # each of which is compiled
+    trained = trained_in(str(tmp_path), 1, *few) if few else request.getfixturevalue("trained")
     compiled, check = [], graph_api._check_recompile
     monkeypatch.setattr(graph_api, "_check_recompile", lambda *args: (compiled.append(args[3]), check(*args)))
-    recipe = recipe_of(*mesh(), mode)
+    recipe = recipe_of(*mesh(), mode, *few)
     generator, passes = generator_of(trained, recipe, recipe_mesh(recipe), 0, count)
     tokens = generator.run(PROMPTS, count, GREEDY)
-    check_against_forward(forward, tokens, passes)
+    check_against_forward(full_forward(trained, *few), tokens, passes)
     programs_made = 0 if "eager" in mode else 2
     assert len(programs(generator.stages[0].cell)) == programs_made
     assert len(compiled) == (2 if "mode" in mode else 0), compiled
@@ -122,7 +127,7 @@ def test_a_prompt_for_itself_and_a_stop(trained, one_card):
 @pytest.mark.parametrize("slots", daily([5], [5, 1]))
 def test_the_cache_is_verified(slots):
     """`verify`: every tensor of the pass over prompts, and of the pass for a token, on (dp 2, tp 2)."""
-    recipe = recipe_of()
+    recipe = recipe_of("model.num_hidden_layers=2")
     net = recipe.spec.build(recipe.model).set_train(False)
     net.add_caches(2, 9)
     ids, starts = padded([[3] * slots, [7] * max(1, slots - 2)], slots)

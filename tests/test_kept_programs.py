@@ -10,6 +10,7 @@ from support.nightly import daily
 from test_trainer import ONE_RANK, SMALL, rows_of
 
 from mindformers_core import Trainer
+from mindformers_core.communication.simulated import SimulatedRanks
 from mindformers_core.communication.world import rank_of
 from mindformers_core.data.reading import micro_batch
 from mindformers_core.layout import layout
@@ -148,6 +149,11 @@ def test_what_changes_is_made_anew(tmp_path, made, monkeypatch, capsys, change):
     assert (f", {count} made anew: none fits" in said) == (count > 0)
     if not count:
         same(before, again)
+
+
+def test_simulated_ranks_share_a_plan(tmp_path, made):
+    SimulatedRanks(4).run(lambda rank: doubled(tmp_path / str(rank)))
+    assert sorted(made) == ["propagate", *["write_module"] * 4]
 
 
 @pytest.mark.usefixtures("rank_0_of_4")

@@ -143,9 +143,9 @@ def test_passes_in_half_precision(name, one_card):
 
 def test_a_loss_scale_skips_steps_up_to_a_limit():
     """Of 2**24: no step of the run is finite, and the third one in a row is too many."""
-    local, parallelism = 8, {"data_parallel_shard": 2}
-    given = recipe(local, parallelism, steps=3)
-    given = replace(given, precision=Precision(compute="float16", loss_scale=2.0**24, skipped_steps=2))
+    given = recipe(8, {"data_parallel_shard": 2}, steps=3)
+    precision = Precision(compute="float16", loss_scale=2.0**24, skipped_steps=2)
+    given = replace(given, model=replace(given.model, num_hidden_layers=1), precision=precision)
     rows, _ = run_simulated(given, 3)
     assert [row["loss_scale"] for row in rows] == [2.0**24, 2.0**23, 2.0**22] and rows[2]["skipped"] == 3
     assert rows[0]["loss"] == rows[2]["loss"] and "not_finite" not in rows[1]

@@ -29,7 +29,7 @@ BY_DATA = "parallelism.expert_parallel=[dp]"
 VERIFIED = {
     "dense stage first": (
         (*DEEPSEEK, "model.first_k_dense_replace=1", "model.num_hidden_layers=2"), mesh(pp=2, dp=2), BY_DATA,
-        "training.local_batch_size=4",
+        "training.local_batch_size=2", "training.global_batch_size=4",
     ),
     "pipeline": (QWEN, mesh(pp=2, tp=2), "training.local_batch_size=4", "parallelism.expert_parallel=[tp]"),
     "accumulation": (QWEN, mesh(dp=2, tp=2, zero_level=2), BY_DATA, "parallelism.expert_tensor_parallel=[tp]"),

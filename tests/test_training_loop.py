@@ -120,7 +120,7 @@ def test_a_step_is_compiled_once(run, monkeypatch):
     compiled = []
     check = graph_api._check_recompile
     monkeypatch.setattr(graph_api, "_check_recompile", lambda *args: (compiled.append(args[3]), check(*args)))
-    held = "evaluation.interval=6", "evaluation.dataset={max_bytes: 9000}"
+    held = "evaluation.interval=4", "evaluation.dataset={max_bytes: 2000}", "training.steps=4"
     run("a", "context.mode=0", "lr_scheduler.warmup_steps=3", "training.local_batch_size=2", *held)
     passes, norm, update = compiled  # forward and backward; the norm, which Python looks at; clipping and update
     assert "stage_function" in passes and "norm_of" in norm and "update" in update

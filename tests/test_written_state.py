@@ -137,12 +137,11 @@ def test_compiled_parts_refuse_to_write(name):
 
 MESHES = {
     "pipeline": (
-        "parallelism.pipeline_parallel=2",
-        "parallelism.pipeline_parallel_microbatch_size=2",
-        "parallelism.data_parallel_shard=1",
+        "parallelism.pipeline_parallel=2", "parallelism.pipeline_parallel_microbatch_size=2",
+        "parallelism.data_parallel_shard=1", "training.global_batch_size=4",
     ),
     "ZeRO 3 and recompute": ("parallelism.zero_level=3", "recompute.full=true", "training.global_batch_size=16"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.long

@@ -35,10 +35,11 @@ class SimulatedRanks:
 
     Attributes:
         size, device_target: as given.
+        plans: those that ranks share, by all that they follow from.
     """
 
     def __init__(self, size, device_target=None):
-        self.size, self.device_target = size, device_target
+        self.size, self.device_target, self.plans = size, device_target, {}
         self._turns = [threading.Lock() for _ in range(size)]  # released when a rank may run
         for turn in self._turns:
             turn.acquire()

@@ -9,6 +9,7 @@ from functools import partial
 
 from mindformers_core.capture.algorithm_graph import algorithm_of
 from mindformers_core.capture.capture import capture_with_state
+from mindformers_core.communication.world import process_state
 from mindformers_core.program.partition import calls_of, partition
 from mindformers_core.program.plan import joined_path
 from mindformers_core.program.structure import tree_leaves
@@ -74,12 +75,27 @@ def planned_call(tree, path, args, kwargs, saved_plan=None, passes=PLANNED):
     elif saved_plan is not None:
         plan = load(saved_plan, *given)
     else:
-        propagated = partial(propagate, *given, tree.device_model, path == "", algorithm_of)
-        plan = tree.kept.plan(path, given, tree.device_model, load, propagated) if tree.kept else propagated()
+        facts = _facts(path, given, tree.device_model)
+        propagated = partial(_once, facts, partial(propagate, *given, tree.device_model, path == "", algorithm_of))
+        plan = tree.kept.plan(facts, given, tree.device_model, load, propagated) if tree.kept else propagated()
     check_plan(plan, final=path == "")
     if not tree.programs:
         _warn_of_undivided(tree, path, plan)
     return graph, run_passes(passes, tree, path, plan), state
+
+
+def _facts(path, given, device_model):
+    """All that a plan follows from but code, as text: the same on all ranks with that plan, and in every process."""
+    graph, *others = given
+    return repr((path, graph.key, str(graph), tuple(graph.uses.parameters.values()), others, device_model))
+
+
+def _once(facts, make):
+    """The plan that `make()` gives; simulated ranks, which are threads of one process, share it."""
+    plans = process_state().world.ranks.plans if process_state().is_simulated else {}
+    if facts not in plans:
+        plans[facts] = make()
+    return plans[facts]
 
 
 def _warn_of_undivided(tree, path, plan):

@@ -31,15 +31,14 @@ class KeptPrograms:
         self._keys, self._new, self._taken = {}, {}, []
         self._hash_of = cache(lambda file: hashlib.sha256(Path(file).read_bytes()).hexdigest())
 
-    def plan(self, path, given, device_model, load, make):
-        """The `CellPlan` of a captured call of the Cell at `path`: that of a file, or `make()`.
+    def plan(self, facts, given, device_model, load, make):
+        """The `CellPlan` of a captured call: that of a file, or `make()`.
 
-        `given`: the first arguments of `propagate`, as of `load`, which is `load_plan` with the others.
+        `facts`: all that it follows from but code, the same text in every process. `given`: the first arguments of
+        `propagate`, as of `load`, which is `load_plan` with the others.
         """
         graph, *_ = given
-        uses, code = tuple(graph.uses.parameters.values()), self._code(graph)
-        key = _hash((path, graph.key, str(graph), uses, given[1:], device_model, ms.__version__, code))
-        self._keys[graph] = key
+        self._keys[graph] = key = _hash((facts, ms.__version__, self._code(graph)))
 
         def loaded(file):
             if (plan := load(file, *given)).device_model != device_model:
