@@ -103,9 +103,7 @@ def case_llama_on_cp_2():
 @on_ranks(nightly=(2,))
 def case_documents_in_zigzag_on_cp_2():
     """Likewise a ring, where places that are data hide some of what it multiplies."""
-    mesh = init_device_mesh((2, 1), ("cp", "tp"))
-    _, made = check_in_pynative("llama of documents", mesh, "generated")
-    check_in_graph("llama of documents", mesh, *made)
+    check_engines("llama of documents", init_device_mesh((2, 1), ("cp", "tp")), True)
 
 
 @on_ranks(nightly=(8,))

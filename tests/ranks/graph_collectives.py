@@ -90,7 +90,8 @@ def _kind(lines, kinds):
     places = [place for place in map(_LINE.search, lines) if place and place[1] == backend_cpu.__file__]
     found = [kind for place in places for first, last, kind in kinds if first <= int(place[2]) <= last]
     if not found:  # MindSpore may drop the lines of functions that only call another one, as that of an all-reduce does
-        called = [name for line in lines for name in _CALLED.findall(line) if name.startswith(_BY_NAME)]
+        called = [name for line in lines for name in _CALLED.findall(line) if name.startswith((*_BY_NAME, "shift_"))]
+        called = ["permute" if name.startswith("shift_") else name for name in called]
         kind = next((kind for kind in _BY_NAME if called and called[0].startswith(kind)), "all_reduce")
         return kind, kind in ("all_to_all", "permute")
     return found[0], "all_gather" in found
