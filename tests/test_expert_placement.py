@@ -98,7 +98,7 @@ def trained(folder, *overrides, steps=2):
         return [{key: float(each) for key, each in row.items() if np.size(each) == 1} for row in rows]
 
     with custom_gradients():
-        return SimulatedRanks(ranks.size).run(work)
+        return SimulatedRanks(ranks.size, plans={}).run(work)
 
 
 def saved(folder, step):

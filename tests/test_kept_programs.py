@@ -107,12 +107,13 @@ class Doubling(nn.Cell):
 
 def doubled(folder, rows=4, size=8, axis="dp", ranks=(0, 1, 2, 3), device_model=None, defers=False):
     """What is told of a `Doubling` whose programs are kept in a folder, and its program."""
-    kept, mesh = KeptPrograms(folder, 0), init_device_mesh((2, 2), ("dp", "tp"), ranks)
+    kept, mesh = folder and KeptPrograms(folder, 0), init_device_mesh((2, 2), ("dp", "tp"), ranks)
     net = shard(Doubling(size), mesh, plan={"": {"input": layout(axis)}}, device_model=device_model)
     tree_of(net).kept, tree_of(net).deferring = kept, defers
     tree_of(net).deferred_gradients = SimpleNamespace(attach=id)
     made = prepare(net, tensor_meta((rows, 8), "float32"))
-    kept.write()
+    if kept:
+        kept.write()
     return made
 
 
@@ -151,9 +152,11 @@ def test_what_changes_is_made_anew(tmp_path, made, monkeypatch, capsys, change):
         same(before, again)
 
 
-def test_simulated_ranks_share_a_plan(tmp_path, made):
-    SimulatedRanks(4).run(lambda rank: doubled(tmp_path / str(rank)))
-    assert sorted(made) == ["propagate", *["write_module"] * 4]
+@pytest.mark.parametrize("plans, count", [({}, 1), (None, 4)])
+def test_simulated_ranks_share_plans(tmp_path, made, plans, count):
+    """Where a dict is given for them; `verify` gives none, so that it sees a rank that plans otherwise."""
+    SimulatedRanks(4, plans=plans).run(lambda rank: doubled(None))
+    assert sorted(made) == [*["propagate"] * count, *["write_module"] * 4]
 
 
 @pytest.mark.usefixtures("rank_0_of_4")

@@ -86,4 +86,4 @@ def run_simulated(recipe, steps, prepare=None):
         return [dict(trainer.train_step()) for _ in range(min(steps, recipe.training.steps - trainer.step))]
 
     with custom_gradients():
-        return SimulatedRanks(mesh.size).run(work)
+        return SimulatedRanks(mesh.size, plans={}).run(work)

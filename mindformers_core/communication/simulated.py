@@ -32,14 +32,14 @@ class SimulatedRanks:
     Args:
         size: number of ranks.
         device_target: see `rank_of`.
+        plans: a dict, of plans that ranks share, by all that they follow from. Default: every rank plans for itself.
 
     Attributes:
-        size, device_target: as given.
-        plans: those that ranks share, by all that they follow from.
+        size, device_target, plans: as given.
     """
 
-    def __init__(self, size, device_target=None):
-        self.size, self.device_target, self.plans = size, device_target, {}
+    def __init__(self, size, device_target=None, plans=None):
+        self.size, self.device_target, self.plans = size, device_target, plans
         self._turns = [threading.Lock() for _ in range(size)]  # released when a rank may run
         for turn in self._turns:
             turn.acquire()

@@ -65,7 +65,7 @@ def _deferral(plan, below):
             if target in needed or target in waiting:
                 (needed if target in needed else waiting).add((entry.value.id, entry.source))
             continue
-        taken = entry.consumed
+        taken = [*entry.consumed]
         if isinstance(entry, CallPlan):
             callee = below.get(entry.plan, NOTHING_DEFERRED)
             for (inner, layout), own in zip(entry.plan.lifted if entry.plan else (), entry.lifted, strict=True):

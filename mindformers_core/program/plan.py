@@ -77,12 +77,12 @@ class _NodePlan:
     @cached_property
     def consumed(self):
         """Pairs (Value, Layout) of the tensor arguments, in order; a `lifted` tensor is none."""
-        return list(zip(self.node.taken, self.inputs, strict=True))
+        return tuple(zip(self.node.taken, self.inputs, strict=True))
 
     @cached_property
     def produced(self):
         """Pairs (Value, Layout) of the outputs, in order."""
-        return list(zip(self.node.made, self.outputs, strict=True))
+        return tuple(zip(self.node.made, self.outputs, strict=True))
 
     @cached_property
     def local_shapes(self):
@@ -210,7 +210,7 @@ class CellPlan:
     @cached_property
     def returned(self):
         """Pairs (Value, Layout) of the results."""
-        return list(zip(tree_leaves(self.graph.result), self.results, strict=True))
+        return tuple(zip(tree_leaves(self.graph.result), self.results, strict=True))
 
     def walk(self):
         """`(path, CellPlan)` of this plan and of every call below, in order; a shared plan comes once for each call."""

@@ -75,24 +75,23 @@ def planned_call(tree, path, args, kwargs, saved_plan=None, passes=PLANNED):
     elif saved_plan is not None:
         plan = load(saved_plan, *given)
     else:
-        facts = _facts(path, given, tree.device_model)
-        propagated = partial(_once, facts, partial(propagate, *given, tree.device_model, path == "", algorithm_of))
-        plan = tree.kept.plan(facts, given, tree.device_model, load, propagated) if tree.kept else propagated()
+        propagated = partial(propagate, *given, tree.device_model, path == "", algorithm_of)
+        plan = _kept(tree, path, given, load, propagated)
     check_plan(plan, final=path == "")
     if not tree.programs:
         _warn_of_undivided(tree, path, plan)
     return graph, run_passes(passes, tree, path, plan), state
 
 
-def _facts(path, given, device_model):
-    """All that a plan follows from but code, as text: the same on all ranks with that plan, and in every process."""
+def _kept(tree, path, given, load, make):
+    """The plan that `make()` gives, or one that is kept: in a file, or by simulated ranks that share plans."""
     graph, *others = given
-    return repr((path, graph.key, str(graph), tuple(graph.uses.parameters.values()), others, device_model))
-
-
-def _once(facts, make):
-    """The plan that `make()` gives; simulated ranks, which are threads of one process, share it."""
-    plans = process_state().world.ranks.plans if process_state().is_simulated else {}
+    plans = process_state().world.ranks.plans if process_state().is_simulated else None
+    if tree.kept is None and plans is None:
+        return make()
+    facts = repr((path, graph.key, str(graph), tuple(graph.uses.parameters.values()), others, tree.device_model))
+    if plans is None:
+        return tree.kept.plan(facts, given, tree.device_model, load, make)
     if facts not in plans:
         plans[facts] = make()
     return plans[facts]

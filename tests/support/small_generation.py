@@ -87,7 +87,7 @@ def generated(folder, *overrides, count=10, prompts=PROMPTS):
         greedy, cells = generator.run(prompts, count, GREEDY), [stage.cell for stage in generator.stages.values()]
         return greedy, generator.run(prompts, count // 2, DRAWN), passes[:count], cells
 
-    return SimulatedRanks(ranks.size).run(work)
+    return SimulatedRanks(ranks.size, plans={}).run(work)
 
 
 def check_against_forward(forward, tokens, passes, rows=(0, 1, 2, 3)):
