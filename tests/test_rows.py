@@ -4,10 +4,13 @@ computed on CPU and on devices, in PyNative and under jit."""
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Tensor, ops
+from mindspore import Tensor, nn, ops
 
 from mindformers_core.algorithms.rows import _Norm, _NormOfProducts, _Rotary, _RotaryOfProducts
+from mindformers_core.models.positions import static_ranges
 from mindformers_core.models.rotary import rotary_tables
+from mindformers_core.tensor_parallel.attention import attention
+from mindformers_core.tensor_parallel.layers import RMSNorm
 
 RNG = np.random.default_rng(3)
 
@@ -69,3 +72,31 @@ def test_float64_is_computed_in_float64(on_cpu):
     wide = [ops.cast(each, ms.float64) for each in tables(False)]
     by_hand = rotated_by_hand(Tensor(x), *wide).asnumpy()
     np.testing.assert_allclose(rotary(Tensor(x), *wide).asnumpy(), by_hand, 1e-12)
+
+
+class Recomputed(nn.Cell):
+    """Two norms and two calls of attention, each of which is one Cell with a `bprop`."""
+
+    def __init__(self):
+        super().__init__()
+        self.norms = nn.CellList([RMSNorm(8), RMSNorm(8)])
+
+    def construct(self, x, *ranges):
+        for norm in self.norms:
+            x = norm(x)
+            x = x + attention(x * 2, x, ops.sin(x), *ranges, 1.0, (0,), (None, 0), True)[0]
+        return x
+
+
+def test_calls_of_a_compiled_cell_that_is_recomputed():
+    """Where PyNative differentiates, each has its own tensors."""
+    given, net = (random_tensor(1, 3, 2, 8), *static_ranges(3)), Recomputed()
+
+    def loss(*given):
+        return ops.sum(ops.sin(net(*given)))
+
+    expected = ms.grad(loss, 0, net.trainable_params())(*given)
+    net.recompute()
+    found = ms.grad(ms.jit(loss), 0, net.trainable_params())(*given)
+    for one, other in zip((found[0], *found[1]), (expected[0], *expected[1]), strict=True):
+        np.testing.assert_allclose(one.asnumpy(), other.asnumpy(), 1e-4, 1e-5)

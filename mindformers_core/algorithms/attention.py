@@ -244,6 +244,7 @@ class _OwnGraphGradient(nn.Cell):
     def __init__(self, slopes, known):
         super().__init__(auto_prefix=False)
         self.slopes, self.known = slopes, known
+        self.add_flags(__function_forbid_reuse__=True)  # else calls in recomputed Cells get each other's tensors
 
     def construct(self, query, key, value, first, last, places, own, draws, output, sums):
         return ops.expand_dims(output, 0), ops.expand_dims(sums, 0)

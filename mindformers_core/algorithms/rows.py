@@ -51,6 +51,7 @@ class _OfRows(nn.Cell):
     def __init__(self, dtype, front=()):
         super().__init__(auto_prefix=False)
         self.dtype, self.front = dtype, front
+        self.add_flags(__function_forbid_reuse__=True)  # else calls in recomputed Cells get each other's tensors
 
     def rows(self, x):
         """All but the last dim of a tensor as one."""
