@@ -45,9 +45,14 @@ def case_all_experts_train_as_on_one_card():
     for case, compiled in product((*ON_TWO, *CASES[1:]), (False, True)):
         if case.mesh.size == world().size:
             check(case, 20 if world().size == 2 else 3, compiled)
-            if compiled and case.capacity is None and world().size == 4:
-                with patch.object(backend_cpu, "_SHARED_FROM", 256):
-                    check(case, 1, compiled)
+
+
+@on_ranks(nightly=(4,))
+def case_experts_on_four_ranks_exchange_large_tensors():
+    """In graphs, of joint axes and of two copies of the experts."""
+    with patch.object(backend_cpu, "_SHARED_FROM", 256):
+        for place in (4, 8):
+            check(CASES[place], 1, compiled=True)
 
 
 class Total(nn.Cell):
