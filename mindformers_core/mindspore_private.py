@@ -71,6 +71,14 @@ def connect_generator(generator=default_generator):
     generator._generator.recompute(False)  # a graph would draw anew in the recomputation
 
 
+def forbid_reuse(cell):
+    """Have the compiler copy the graph of a Cell with a `bprop` for every call.
+
+    Where PyNative differentiates the compiled function, all calls of one such graph would get the last call's tensors.
+    """
+    cell.add_flags(__function_forbid_reuse__=True)
+
+
 def outside_of_meta():
     """The context of the device around all `DeviceCtx("meta")` blocks."""
     if ms.get_context("device_target") != "meta":

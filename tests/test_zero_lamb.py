@@ -101,7 +101,7 @@ def test_groups_have_rates_and_decays_of_their_own(compiled):
     compare(found, weights, gradients, rate, lambda name: 0.2 if name in first else 0.05)
 
 
-ENDS = product([0, 999], [0.9, 0.99999], [False, True])
+ENDS = [*product([0, 999], [0.9, 0.99999], [False, True])]
 
 
 @pytest.mark.parametrize(("before", "beta2", "compiled"), daily([(0, 0.99999, True), (999, 0.99999, False)], ENDS))

@@ -15,6 +15,7 @@ from mindformers_core.algorithms.attention_rows import HIDDEN, block_rows, is_kn
 from mindformers_core.algorithms.compiled import in_graph, on_cpu
 from mindformers_core.algorithms.fused_attention import attend_fused, attend_fused_gradient, fits_kernel
 from mindformers_core.batches import chunk_length
+from mindformers_core.mindspore_private import forbid_reuse
 from mindformers_core.operators.visible_blocks import is_band, place_runs, visible_band, visible_blocks
 
 LOWEST = -3.4028234663852886e38  # of float32: the logarithm of a sum of nothing
@@ -244,7 +245,7 @@ class _OwnGraphGradient(nn.Cell):
     def __init__(self, slopes, known):
         super().__init__(auto_prefix=False)
         self.slopes, self.known = slopes, known
-        self.add_flags(__function_forbid_reuse__=True)  # else calls in recomputed Cells get each other's tensors
+        forbid_reuse(self)
 
     def construct(self, query, key, value, first, last, places, own, draws, output, sums):
         return ops.expand_dims(output, 0), ops.expand_dims(sums, 0)

@@ -15,7 +15,7 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 
 from mindformers_core.algorithms.compiled import in_graph, on_cpu
-from mindformers_core.mindspore_private import outside_of_meta
+from mindformers_core.mindspore_private import forbid_reuse, outside_of_meta
 
 _product, _by_rows, _of_columns = ops.MatMul(), ops.MatMul(False, True), ops.MatMul(True, False)
 _cast = ops.Cast()
@@ -51,7 +51,7 @@ class _OfRows(nn.Cell):
     def __init__(self, dtype, front=()):
         super().__init__(auto_prefix=False)
         self.dtype, self.front = dtype, front
-        self.add_flags(__function_forbid_reuse__=True)  # else calls in recomputed Cells get each other's tensors
+        forbid_reuse(self)
 
     def rows(self, x):
         """All but the last dim of a tensor as one."""

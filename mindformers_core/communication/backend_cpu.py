@@ -5,9 +5,9 @@ buffered, so that all ranks can send first; in a graph of all-reduce sums of buf
 own part: x + -0.0 is x for every float x, also for -0.0.
 
 Large tensors of ranks on one host bypass MindSpore, and small ones that are moved in PyNative, once a large one has
-connected these ranks: see `shared_collectives`. 13 MB of float32 between two pinned ranks
-(two cores of an AMD EPYC), in PyNative, in ms: all-reduce 42 by MindSpore, 2.7 through shared memory; reduce-scatter 22
-by messages, 1.5; all-gather 21, 1.5.
+connected these ranks: see `shared_collectives`. 13 MB of float32 between two pinned ranks (two cores of an AMD EPYC),
+in PyNative, in ms: all-reduce 42 by MindSpore, 2.7 through shared memory; reduce-scatter 22 by messages, 1.5;
+all-gather 21, 1.5.
 """
 
 from functools import cached_property

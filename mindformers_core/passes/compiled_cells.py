@@ -9,7 +9,7 @@ from functools import partial
 
 from mindspore import Parameter, Tensor, ops
 
-from mindformers_core.mindspore_private import pynative_executor
+from mindformers_core.mindspore_private import forbid_reuse, pynative_executor
 from mindformers_core.passes.flat_calls import flatten_fn, treedef, unflatten_fn
 from mindformers_core.passes.weight_split import DeferredProduct
 from mindformers_core.program.deferral import PRODUCTS
@@ -18,14 +18,11 @@ from mindformers_core.program.structure import tree_fill, tree_leaves
 from mindformers_core.sharding.compiling import jit
 
 
-def forbid_reuse(cell):
-    """Have the compiler copy the graph of a Cell with a `bprop` for every call, before a Cell around it is compiled.
-
-    Where PyNative differentiates the compiled function, all calls of one such graph would get the last call's tensors.
-    """
+def forbid_reuse_below(cell):
+    """`forbid_reuse` of all Cells with a `bprop`, before a Cell around them is compiled."""
     for _, child in cell.cells_and_names():
         if child.has_bprop:
-            child.add_flags(__function_forbid_reuse__=True)
+            forbid_reuse(child)
 
 
 class CompiledCells:
@@ -84,7 +81,7 @@ class CompiledCells:
             cell, constants = self._tree.cells[path], {"program": program}
             if products is not None:
                 constants[PRODUCTS] = products
-            forbid_reuse(cell)
+            forbid_reuse_below(cell)
             build, flatten = unflatten_fn(arguments), flatten_fn(plan.graph.result)
 
             def run(*tensors):

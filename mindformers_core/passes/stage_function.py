@@ -6,7 +6,7 @@ from inspect import Parameter as Argument
 from mindspore import Tensor
 
 from mindformers_core.dtensor.dtensor import DTensor
-from mindformers_core.passes.compiled_cells import CompiledCells, forbid_reuse
+from mindformers_core.passes.compiled_cells import CompiledCells, forbid_reuse_below
 from mindformers_core.program.structure import call_signature
 from mindformers_core.scopes import replaced
 from mindformers_core.sharding.compiling import jit
@@ -102,7 +102,7 @@ class StageFunction:
                 named[name] = arguments[own + place]
             return cell(*arguments[:own], **named)
 
-        forbid_reuse(cell)
+        forbid_reuse_below(cell)
         self._graphs[key] = addresses, jit(call)
         return self._graphs[key][1]
 

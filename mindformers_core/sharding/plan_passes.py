@@ -90,11 +90,14 @@ def _kept(tree, path, given, load, make):
     if tree.kept is None and plans is None:
         return make()
     facts = repr((path, graph.key, str(graph), tuple(graph.uses.parameters.values()), others, tree.device_model))
-    if plans is None:
-        return tree.kept.plan(facts, given, tree.device_model, load, make)
-    if facts not in plans:
-        plans[facts] = make()
-    return plans[facts]
+
+    def shared():
+        if facts not in plans:
+            plans[facts] = make()
+        return plans[facts]
+
+    make_one = make if plans is None else shared
+    return tree.kept.plan(facts, given, tree.device_model, load, make_one) if tree.kept else make_one()
 
 
 def _warn_of_undivided(tree, path, plan):
