@@ -140,10 +140,10 @@ def test_moving_changes_no_number(tmp_path):
     check(rows, saved(tmp_path / "two", 2), still, 2, 1e-6)
     assert [row["loss"] for row in rows] == [row["loss"] for row in still[0][:2]]
     assert rows[0]["experts_moved"] and rows[1]["rank_load"] < 0.95 * still[0][1]["rank_load"]
-    mine = (*mesh(dp=2, tp=2), one, "parallelism.expert_parallel=[dp, tp]", f"checkpoint.load_path={tmp_path / 'two'}")
-    rows = trained(tmp_path / "four", *mine, *MOVED, steps=3)[0]
+    mine = *MESHES["own experts of all tokens"], one, f"checkpoint.load_path={tmp_path / 'two'}"
+    rows = trained(tmp_path / "on", *mine, *MOVED, steps=3)[0]
     assert rows[0]["experts_moved"]
-    check(rows, saved(tmp_path / "four", 3), still, 3, 1e-5)
+    check(rows, saved(tmp_path / "on", 3), still, 3, 1e-5)
 
 
 @pytest.mark.nightly

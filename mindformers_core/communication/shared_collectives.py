@@ -271,7 +271,7 @@ class RowsBySegments(nn.Cell):
             return pages
 
         def read(pages, sizes, rows, row):
-            result = np.empty((*rows.shape[:2], *row.shape[2:]), row.dtype)
+            result = np.empty((size, *rows.shape, *row.shape[2:]), row.dtype)
             for place, memory in enumerate(shared.reserved):
                 offset, filled = int(pages[place, index]) * PAGE, result[place, : int(sizes[1, place])]
                 filled[:] = segment_like(memory, offset, filled)
@@ -281,11 +281,12 @@ class RowsBySegments(nn.Cell):
 
         self.write = ops.Custom(write, lambda *_: [size, size], lambda *_: mstype.float32, "pyfunc")
         self.read = ops.Custom(
-            read, lambda _, __, rows, row: [*rows[:2], *row[2:]], lambda *dtypes: dtypes[3], "pyfunc"
+            read, lambda _, __, rows, row: [size, *rows, *row[2:]], lambda *dtypes: dtypes[3], "pyfunc"
         )
 
     def construct(self, x, sizes):
-        return self.read(self.reduce(self.write(x, sizes)), sizes, x[:, :, :1], x[:1, :1])
+        rows = ops.reshape(x, (-1,))[: x.shape[1]]  # one run of memory: slices of many take as long as what is sent
+        return self.read(self.reduce(self.write(x, sizes)), sizes, rows, x[:1, :1])
 
 
 def join_memory(index, connections):
