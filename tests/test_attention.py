@@ -7,9 +7,11 @@ from mindspore import Tensor
 from mindspore.utils import MsDispatchMode
 from support.verified_calls import numbers
 
+from mindformers_core.algorithms import attention_rows
 from mindformers_core.batches import places_of
 from mindformers_core.models.positions import static_ranges
 from mindformers_core.operators.rules.attention import ranged_attention
+from mindformers_core.operators.visible_blocks import place_runs, visible_blocks
 from mindformers_core.program.structure import tree_leaves
 from mindformers_core.tensor_parallel.attention import attention
 
@@ -58,6 +60,51 @@ def test_arguments_that_do_not_fit(changed, message):
     given = {name: Tensor(x) if isinstance(x, np.ndarray) else x for name, x in (given | changed).items()}
     with pytest.raises(ValueError, match=message):
         attention(**given, scale=0.5)
+
+
+def test_keys_that_data_hide_are_not_taken(monkeypatch):
+    """Of random documents of several rows, in any order: each key that a query of a block sees is, once."""
+    monkeypatch.setattr(attention_rows, "_FEW", 0)
+    monkeypatch.setattr(attention_rows, "_PIECE", 2)
+    random, taken = np.random.default_rng(8), 0
+    for _ in range(120):
+        batch, length, keys = random.integers(1, 4), *map(int, random.integers(1, 60, 2))
+        first, count = random.integers(0, keys + 1, (batch, length)), random.integers(-2, 4, (batch, length))
+        last = first + count
+        places = np.stack([random.permutation(keys) for _ in range(random.choice([1, batch]))])
+        blocks = visible_blocks(*(place_runs((0,), each) for each in (length, keys)), (None, None), False, 5)
+        found = attention_rows.seen_blocks(blocks, first, last, places)
+        assert [each[:2] for each in found] == [each[:2] for each in blocks]
+        for start, stop, ranges in found:
+            columns = np.concatenate([np.arange(*each[:2]) for each in ranges])
+            assert len({*columns}) == columns.size and columns.max() < keys
+            low, high = (each[:, start:stop, None] for each in (first, last))
+            seen = ((low <= places[:, None]) & (places[:, None] < high)).any((0, 1))
+            assert {*np.flatnonzero(seen)} <= {*columns}
+        taken += found is not blocks
+    assert taken > 30
+
+
+def test_documents_of_a_long_text(monkeypatch):
+    """Results and gradients are those of all keys, of which most aren't computed."""
+    draw, places = np.random.default_rng(4), np.arange(1024)
+    query, key, value, slope = (Tensor(draw.normal(size=(2, 1024, 2, 4)).astype(np.float32)) for _ in range(4))
+    starts = np.stack([places // size * size for size in (90, 200)])
+    ranges = [Tensor(each.astype(np.int32)) for each in (starts, places[None] + 1, places[None])]
+
+    def attend(*parts):
+        return attention(*parts, *ranges, 0.5, order=(0,), reach=(None, 0))
+
+    found, counted = [], []
+    pairs = attention_rows._pairs
+    monkeypatch.setattr(attention_rows, "_pairs", lambda blocks: counted.append(pairs(blocks)) or counted[-1])
+    for few in (1 << 16, 1 << 30):
+        monkeypatch.setattr(attention_rows, "_FEW", few)
+        gradients = ms.grad(lambda *parts: (attend(*parts)[0] * slope).sum(), (0, 1, 2))(query, key, value)
+        found.append([each.asnumpy() for each in (*attend(query, key, value), *gradients)])
+    assert counted[1] < 0.5 * counted[0]
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(one, other, 1e-5, 1e-6)
 
 
 def test_masks_of_devices_that_round_products_of_matrices(monkeypatch):

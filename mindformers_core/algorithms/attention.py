@@ -45,7 +45,8 @@ def attend_part(query, key, value, first, last, places, scale, blocks, drop=0.0,
     halves = drawn_halves(own, draws, places) if drop else None
     ranges = _distances(first, last, places, batch, blocks)
     outputs, sums = [], []
-    for columns, sides, taken, _, parts in block_rows(batch, heads, groups, key.shape[1], blocks):
+    sizes = batch, heads, groups, key.shape[1]
+    for columns, sides, taken, _, parts in block_rows(sizes, blocks, first, last, places):
         sides = [_taken(keys, each, batch, groups) for each in sides]
         block_values = _taken(values, taken, batch, groups)
         for start, stop, hidden, rows in parts:
@@ -80,7 +81,7 @@ def attend_gradient(
     if is_band(blocks):
         return attend_fused_gradient(query, key, value, scale, blocks, sums, delta, gradient)
     batch, _, heads, size = query.shape
-    groups, key_length = key.shape[2], key.shape[1]
+    groups = key.shape[2]
     queries, gradients = _rows(query, scale), _rows(gradient)
     keys, values = _rows(key), _rows(value)
     longer_keys, longer_values = _with_column(keys), _with_column(values)
@@ -89,7 +90,8 @@ def attend_gradient(
     sums = ops.where(ops.less(sums, LOWEST / 10), -LOWEST / 10, sums)  # rows that see nothing: all weights are 0
     of_query, of_key, of_value = [], 0.0, 0.0
     # the largest block of a causal mask first: what it frees has room for the others
-    for columns, sides, taken, back, parts in block_rows(batch, heads, groups, key_length, blocks)[::-1]:
+    sizes = batch, heads, groups, key.shape[1]
+    for columns, sides, taken, back, parts in block_rows(sizes, blocks, first, last, places)[::-1]:
         sides = [_taken(longer_keys, each, batch, groups) for each in sides]
         block_keys, block_values = (_taken(each, taken, batch, groups) for each in (keys, longer_values))
         of_block_keys, of_block_values = 0.0, 0.0

@@ -10,13 +10,54 @@ from math import gcd, prod
 import numpy as np
 from mindspore import Tensor
 
+from mindformers_core.algorithms.compiled import in_graph
 from mindformers_core.mindspore_private import outside_of_meta
 
 HIDDEN = -1e28  # of a score: 2**31 times as much, of a place far outside of a query's range, is finite, too
+_PIECE = 64  # keys of which all are taken or none, where data tell
+_FEW = 1 << 16  # pairs of a query and a key, of which a product takes less time than their tables
 
 
-@lru_cache(maxsize=32)
-def block_rows(batch, heads, groups, key_length, blocks):
+def block_rows(sizes, blocks, *ranges):
+    """`rows_of_blocks`; in PyNative, where data are read once in each pass, without keys that they hide.
+
+    Args:
+        sizes: batch, heads, groups and length of keys.
+        blocks: of `visible_blocks`.
+        ranges: `first`, `last` and `places`, as of `attention`.
+    """
+    if in_graph() or is_known(blocks):
+        return _kept_rows(*sizes, blocks)
+    seen = seen_blocks(blocks, *[each.asnumpy() for each in ranges])
+    return _kept_rows(*sizes, blocks) if seen is blocks else rows_of_blocks(*sizes, seen)
+
+
+def seen_blocks(blocks, first, last, places):
+    """`visible_blocks` without the keys that data hide from all queries of a block; as they are, if that is little.
+
+    Args:
+        blocks: whose masks are of data.
+        first, last, places: int32 arrays (batch or 1, length), as of `attention`.
+    """
+    count, found = _pairs(blocks), []
+    for start, stop, ranges in blocks if count >= _FEW else ():
+        low, high = (np.expand_dims(each[:, start:stop], 2) for each in (first, last))
+        taken = []
+        for begin, end, mask in ranges:
+            pieces, of_range = np.arange(0, end - begin, _PIECE), places[:, begin:end]
+            least, most = (np.expand_dims(pick.reduceat(of_range, pieces, 1), 1) for pick in (np.minimum, np.maximum))
+            seen = ((low <= most) & (high > least)).any((0, 1))
+            edges = begin + _PIECE * np.flatnonzero(np.diff(seen, prepend=False, append=False)).reshape(-1, 2)
+            taken += [(left, min(right, end), mask) for left, right in edges.tolist()]
+        found.append((start, stop, tuple(taken) or ((0, 1, ()),)))
+    return tuple(found) if 0 < _pairs(found) < 0.8 * count else blocks
+
+
+def _pairs(blocks):
+    return sum((stop - start) * (end - begin) for start, stop, ranges in blocks for begin, end, _ in ranges)
+
+
+def rows_of_blocks(batch, heads, groups, key_length, blocks):
     """Blocks that take the same keys, together: (columns, sides, keys, back, ((start, stop, hidden, queries), …)), …
 
     `queries` and `keys` are numbers of rows of (batch * length * heads, size), in the order (batch, groups, heads of a
@@ -46,6 +87,9 @@ def block_rows(batch, heads, groups, key_length, blocks):
         tables = map(_table, (keys, _inverse(keys, of_keys.size)))
         found.append((_table(columns), [_table(rows(each)) for each in sides], *tables, parts))
     return tuple(found)
+
+
+_kept_rows = lru_cache(maxsize=32)(rows_of_blocks)
 
 
 @lru_cache(maxsize=256)

@@ -6,7 +6,8 @@ import numpy as np
 
 from mindformers_core.batches import area_order, chunk_length, places_of, static_order
 
-_CHUNKS = 16  # of a rank, at most, where the documents of a row say which
+_CHUNKS = 16  # of a rank, at most, where the documents of a row say which; more than 4 only of as many tokens as
+_BLOCK = 128  # queries for which kernels and blocks of attention take or skip keys
 
 
 class Balanced:
@@ -51,6 +52,20 @@ class Balanced:
         if len(arrays) < 3:
             arrays.append(np.broadcast_to(np.arange(length, dtype=np.int32), (count, length)))
         part = gcd(chunk_length(range(self.ranks), length), _CHUNKS)
-        areas = (arrays[2].astype(np.int64) + 1).reshape(count, self.ranks * part, -1).sum(2)
+        while part > 4 and length < self.ranks * part * _BLOCK:
+            part //= 2
+        areas = _areas(arrays[2], self.ranks * part)
         places = np.stack([places_of(area_order(row, self.ranks), length) for row in areas])
         return [np.stack([row[own] for row, own in zip(array, places)]) for array in arrays] + [places]
+
+
+def _areas(positions, count):
+    """Of each of `count` equal chunks, the pairs of a query and a key that blocks of `_BLOCK` queries compute.
+
+    Args:
+        positions: (rows, length), of tokens in their documents.
+    """
+    rows, length = positions.shape
+    size, places = gcd(length // count, _BLOCK), np.arange(length)
+    starts = (places - positions).reshape(rows, -1, size).min(2)
+    return ((places[size - 1 :: size] + 1 - starts) * size).reshape(rows, count, -1).sum(2)
