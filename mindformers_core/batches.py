@@ -92,7 +92,7 @@ def area_order(areas, ranks):
     2025; Graham, "Bounds on multiprocessing timing anomalies", 1969). A rank's chunks ascend.
 
     Args:
-        areas: of each chunk, the number of pairs of a query and a key that it sees.
+        areas: of each chunk, the number of pairs of a query and a key that are computed.
         ranks: divides the number of chunks.
     """
     heap, taken = [(0, rank) for rank in range(ranks)], [[] for _ in range(ranks)]

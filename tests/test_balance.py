@@ -48,11 +48,11 @@ def products(places, keys, positions, ranks):
         places, keys: of the queries, and of the keys in their order.
         positions: of all tokens in their documents.
     """
-    first, last = (places - positions[places])[None], places[None] + 1
+    first, last = places - positions[places], places + 1
     order, reach = ((0,), (None, 0)) if ranks == 1 else (None, (None, None))
     shapes = [(1, len(each), 8, 32) for each in (places, keys)]
     blocks = _blocks(*shapes, order, reach, False, (ms.float32, 32, 32, 0.0))
-    found = seen_blocks(blocks, first, last, keys[None])
+    found = seen_blocks(blocks, first, last, keys)
     return sum((stop - start) * sum(high - low for low, high, _ in ranges) for start, stop, ranges in found)
 
 

@@ -11,7 +11,7 @@ import mindspore as ms
 from mindspore import nn, ops
 
 from mindformers_core.algorithms.attention_dropout import drawn_halves, kept
-from mindformers_core.algorithms.attention_rows import HIDDEN, block_rows, is_known, token_rows
+from mindformers_core.algorithms.attention_rows import HIDDEN, block_rows, is_known, of_seen_keys, token_rows
 from mindformers_core.algorithms.compiled import in_graph, on_cpu
 from mindformers_core.algorithms.fused_attention import attend_fused, attend_fused_gradient, fits_kernel
 from mindformers_core.batches import chunk_length
@@ -39,14 +39,18 @@ def attend_part(query, key, value, first, last, places, scale, blocks, drop=0.0,
     """
     if is_band(blocks):
         return attend_fused(query, key, value, scale, blocks)
+    return of_seen_keys(_attend_blocks, (query, key, value, first, last, places, own, draws), scale, drop, blocks)
+
+
+def _attend_blocks(query, key, value, first, last, places, own, draws, scale, drop, blocks, is_whole=True):
+    """`attend_part` of these blocks; `is_whole`: see `block_rows`."""
     batch, _, heads, _ = query.shape
     groups = key.shape[2]
     queries, keys, values = _rows(query, scale), _rows(key), _rows(value)
     halves = drawn_halves(own, draws, places) if drop else None
     ranges = _distances(first, last, places, batch, blocks)
     outputs, sums = [], []
-    sizes = batch, heads, groups, key.shape[1]
-    for columns, sides, taken, _, parts in block_rows(sizes, blocks, first, last, places):
+    for columns, sides, taken, _, parts in block_rows(batch, heads, groups, key.shape[1], blocks, is_whole):
         sides = [_taken(keys, each, batch, groups) for each in sides]
         block_values = _taken(values, taken, batch, groups)
         for start, stop, hidden, rows in parts:
@@ -80,18 +84,25 @@ def attend_gradient(
     """
     if is_band(blocks):
         return attend_fused_gradient(query, key, value, scale, blocks, sums, delta, gradient)
+    given = query, key, value, first, last, places, own, draws, sums, delta, gradient
+    return of_seen_keys(_blocks_gradient, given, scale, drop, blocks)
+
+
+def _blocks_gradient(
+    query, key, value, first, last, places, own, draws, sums, delta, gradient, scale, drop, blocks, is_whole=True
+):  # fmt: skip
+    """`attend_gradient` of these blocks; `is_whole`: see `block_rows`."""
     batch, _, heads, size = query.shape
-    groups = key.shape[2]
+    groups, key_length = key.shape[2], key.shape[1]
     queries, gradients = _rows(query, scale), _rows(gradient)
     keys, values = _rows(key), _rows(value)
     longer_keys, longer_values = _with_column(keys), _with_column(values)
     halves = drawn_halves(own, draws, places) if drop else None
     ranges = _distances(first, last, places, batch, blocks)
     sums = ops.where(ops.less(sums, LOWEST / 10), -LOWEST / 10, sums)  # rows that see nothing: all weights are 0
-    of_query, of_key, of_value = [], 0.0, 0.0
+    of_query, of_key, of_value, of_taken, all_taken = [], 0.0, 0.0, [], []
     # the largest block of a causal mask first: what it frees has room for the others
-    sizes = batch, heads, groups, key.shape[1]
-    for columns, sides, taken, back, parts in block_rows(sizes, blocks, first, last, places)[::-1]:
+    for columns, sides, taken, back, parts in block_rows(batch, heads, groups, key_length, blocks, is_whole)[::-1]:
         sides = [_taken(longer_keys, each, batch, groups) for each in sides]
         block_keys, block_values = (_taken(each, taken, batch, groups) for each in (keys, longer_values))
         of_block_keys, of_block_values = 0.0, 0.0
@@ -102,8 +113,15 @@ def attend_gradient(
             found = _block_gradient(*block, *of_rows, sides, block_keys, block_values, mask, drop, halves)
             of_query.append(ops.reshape(found[0], (-1, size)))
             of_block_keys, of_block_values = of_block_keys + found[1], of_block_values + found[2]
-        of_key = of_key + _placed(of_block_keys, back)
-        of_value = of_value + _placed(of_block_values, back)
+        if is_whole:
+            of_key = of_key + _placed(of_block_keys, back)
+            of_value = of_value + _placed(of_block_values, back)
+        else:
+            of_taken.append([ops.reshape(each, (-1, each.shape[3])) for each in (of_block_keys, of_block_values)])
+            all_taken.append(taken)
+    if not is_whole:
+        taken, count = ops.cat(all_taken, 0), batch * key_length * groups
+        of_key, of_value = [ops.unsorted_segment_sum(ops.cat(each, 0), taken, count) for each in zip(*of_taken)]
     of_query = ops.gather(ops.cat(of_query[::-1], 0), token_rows(batch, heads, blocks), 0) * scale
     return ops.reshape(of_query, query.shape), ops.reshape(of_key, key.shape), ops.reshape(of_value, value.shape)
 

@@ -8,61 +8,83 @@ from itertools import groupby
 from math import gcd, prod
 
 import numpy as np
-from mindspore import Tensor
+from mindspore import Tensor, ops
 
 from mindformers_core.algorithms.compiled import in_graph
 from mindformers_core.mindspore_private import outside_of_meta
 
 HIDDEN = -1e28  # of a score: 2**31 times as much, of a place far outside of a query's range, is finite, too
 _PIECE = 64  # keys of which all are taken or none, where data tell
-_FEW = 1 << 16  # pairs of a query and a key, of which a product takes less time than their tables
+_FEW = 1 << 18  # pairs of a query and a key, of which a product takes less time than their tables
 
 
-def block_rows(sizes, blocks, *ranges):
-    """`rows_of_blocks`; in PyNative, where data are read once in each pass, without keys that they hide.
+def of_seen_keys(function, given, scale, drop, blocks):
+    """`function(*given, scale, drop, blocks)`; in PyNative row by row, without keys that data hide from it.
 
     Args:
-        sizes: batch, heads, groups and length of keys.
+        function: takes `is_whole` in the end, see `block_rows`, and gives results (batch, …), a sequence.
+        given: tensors (batch or 1, …) or None; those from 3 to 5 are `first`, `last` and `places`, as of `attention`.
         blocks: of `visible_blocks`.
-        ranges: `first`, `last` and `places`, as of `attention`.
     """
-    if in_graph() or is_known(blocks):
-        return _kept_rows(*sizes, blocks)
-    seen = seen_blocks(blocks, *[each.asnumpy() for each in ranges])
-    return _kept_rows(*sizes, blocks) if seen is blocks else rows_of_blocks(*sizes, seen)
+    seen = _seen_by_rows(blocks, *given[3:6])
+    if seen:
+        return _row_by_row(function, given, scale, drop, seen)
+    return function(*given, scale, drop, blocks)
+
+
+def _row_by_row(function, given, scale, drop, seen):
+    found = []
+    for row, blocks in enumerate(seen):
+        own = [each if each is None or 1 in (len(each), len(seen)) else each[row : row + 1] for each in given]
+        found.append(function(*own, scale, drop, blocks, False))
+    return [ops.cat(each, 0) for each in zip(*found)] if found[1:] else found[0]
+
+
+def _seen_by_rows(blocks, first, last, places):
+    """Of each row of a batch, or of all that are alike, its `seen_blocks`; () where they are most of all blocks."""
+    if in_graph():
+        return ()
+    count = _pairs(blocks)
+    if count < _FEW or is_known(blocks) or first.is_meta:
+        return ()
+    ranges = [each.asnumpy() for each in (first, last, places)]
+    rows = max(map(len, ranges))
+    found = [seen_blocks(blocks, *[each[row % len(each)] for each in ranges]) for row in range(rows)]
+    return found if sum(map(_pairs, found)) < 0.8 * rows * count else ()
 
 
 def seen_blocks(blocks, first, last, places):
-    """`visible_blocks` without the keys that data hide from all queries of a block; as they are, if that is little.
+    """`visible_blocks` without the keys that data hide from all queries of a block.
 
     Args:
         blocks: whose masks are of data.
-        first, last, places: int32 arrays (batch or 1, length), as of `attention`.
+        first, last, places: int32 arrays (length,), as of `attention`.
     """
-    count, found = _pairs(blocks), []
-    for start, stop, ranges in blocks if count >= _FEW else ():
-        low, high = (np.expand_dims(each[:, start:stop], 2) for each in (first, last))
-        taken = []
+    found = []
+    for start, stop, ranges in blocks:
+        low, high, taken = first[start:stop, None], last[start:stop, None], []
         for begin, end, mask in ranges:
-            pieces, of_range = np.arange(0, end - begin, _PIECE), places[:, begin:end]
-            least, most = (np.expand_dims(pick.reduceat(of_range, pieces, 1), 1) for pick in (np.minimum, np.maximum))
-            seen = ((low <= most) & (high > least)).any((0, 1))
+            pieces, of_range = np.arange(0, end - begin, _PIECE), places[begin:end]
+            least, most = np.minimum.reduceat(of_range, pieces), np.maximum.reduceat(of_range, pieces)
+            seen = ((low <= most) & (high > least)).any(0)
             edges = begin + _PIECE * np.flatnonzero(np.diff(seen, prepend=False, append=False)).reshape(-1, 2)
             taken += [(left, min(right, end), mask) for left, right in edges.tolist()]
         found.append((start, stop, tuple(taken) or ((0, 1, ()),)))
-    return tuple(found) if 0 < _pairs(found) < 0.8 * count else blocks
+    return tuple(found)
 
 
 def _pairs(blocks):
-    return sum((stop - start) * (end - begin) for start, stop, ranges in blocks for begin, end, _ in ranges)
+    return sum((stop - start) * sum(end - begin for begin, end, _ in ranges) for start, stop, ranges in blocks)
 
 
-def rows_of_blocks(batch, heads, groups, key_length, blocks):
+@lru_cache(maxsize=64)
+def block_rows(batch, heads, groups, key_length, blocks, is_whole=True):
     """Blocks that take the same keys, together: (columns, sides, keys, back, ((start, stop, hidden, queries), …)), …
 
     `queries` and `keys` are numbers of rows of (batch * length * heads, size), in the order (batch, groups, heads of a
     group, length); `sides` are `keys` in one table, or in two where some are masked and others not; `columns` the keys
-    by token; and `back` has for each row of all keys that of these, or their number for those that aren't taken.
+    by token; and `back` has for each row of all keys that of these, or their number for those that aren't taken, or it
+    is None where blocks aren't `is_whole`, but take a small part of all keys.
     `hidden` is None where all queries see all of them; else it is float32 (queries, keys), of the last side: 0 where a
     query sees a key, else `HIDDEN`; or it is () where only data tell.
     """
@@ -84,12 +106,9 @@ def rows_of_blocks(batch, heads, groups, key_length, blocks):
             hidden = None if not masks else _band(stop - start, masks) if known else ()
             parts.append((start, stop, hidden, _table(of_queries[:, start:stop].transpose(0, 2, 3, 1))))
         keys = rows(columns)
-        tables = map(_table, (keys, _inverse(keys, of_keys.size)))
-        found.append((_table(columns), [_table(rows(each)) for each in sides], *tables, parts))
+        back = _table(_inverse(keys, of_keys.size)) if is_whole else None
+        found.append((_table(columns), [_table(rows(each)) for each in sides], _table(keys), back, parts))
     return tuple(found)
-
-
-_kept_rows = lru_cache(maxsize=32)(rows_of_blocks)
 
 
 @lru_cache(maxsize=256)

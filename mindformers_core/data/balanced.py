@@ -6,8 +6,8 @@ import numpy as np
 
 from mindformers_core.batches import area_order, chunk_length, places_of, static_order
 
-_CHUNKS = 16  # of a rank, at most, where the documents of a row say which; more than 4 only of as many tokens as
-_BLOCK = 128  # queries for which kernels and blocks of attention take or skip keys
+_CHUNKS = 16  # of a rank, at most, where the documents of a row say which
+_BLOCK = 128  # queries for which attention takes or skips keys: more than 4 chunks have as many tokens at least
 
 
 class Balanced:
@@ -67,5 +67,5 @@ def _areas(positions, count):
     """
     rows, length = positions.shape
     size, places = gcd(length // count, _BLOCK), np.arange(length)
-    starts = (places - positions).reshape(rows, -1, size).min(2)
+    starts = np.maximum(places - positions, 0).reshape(rows, -1, size).min(2)
     return ((places[size - 1 :: size] + 1 - starts) * size).reshape(rows, count, -1).sum(2)
