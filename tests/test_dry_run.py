@@ -153,6 +153,21 @@ def test_report_adds_up():
     assert "zero" not in plain and "stay whole" not in plain
 
 
+EXPERTS = (
+    "model.name=qwen3_moe", "model.num_experts=4", "model.num_experts_per_tok=2", "model.moe_intermediate_size=8",
+    "model.head_dim=32", "parallelism.data_parallel_shard=2", "parallelism.expert_parallel=[dp]",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("overrides", [("train_dataset.packing=documents",), EXPERTS])
+def test_operators_that_read_values_have_none(dry_run, overrides):
+    """Of the eager engine, which has no plan."""
+    fixed = "context.engine=eager", "model.num_hidden_layers=1"
+    code, said, errors = dry_run("configs/llama_tiny_cpu_1p.yaml", *fixed, *overrides)
+    assert code == 0, errors
+    assert "activations, which no plan of the eager engine tells" in said
+
+
 def test_patterns_that_are_nowhere_are_found_before_launch(dry_run):
     """On no stage of a pipeline, though each runs without the others."""
     code, _, errors = dry_run("configs/llama_tiny_pp.yaml", "recompute.select=layers.*.mlpp")

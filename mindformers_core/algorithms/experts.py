@@ -47,7 +47,7 @@ def within_capacity(ids, count, capacity):
     grouped = ops.reshape(ids, (-1, size, ids.shape[-1]))
     groups, _, each = grouped.shape
     ordered = ops.reshape(ops.transpose(grouped, (0, 2, 1)), (groups, -1))
-    first = ops.reshape(_numbers(groups) * count, (-1, 1))
+    first = ops.reshape(first_numbers(groups) * count, (-1, 1))
     keys = ops.where(ops.less(ordered, 0), groups * count, ordered + first)
     places, _ = ranked(ops.reshape(keys, (-1,)), groups * count + 1)
     places = ops.transpose(ops.reshape(places, (groups, each, size)), (0, 2, 1))
@@ -69,14 +69,14 @@ def places_of_choices(ids, owners, ranks, most, capacity):
     """
     if capacity is not None:
         ids = within_capacity(ids, owners.shape[1] - 1, capacity)
-    if on_cpu() and not in_graph():
+    if on_cpu() and _has_values(ids):
         return _places_by_host(ids.asnumpy(), owners.asnumpy(), ranks, most)
     total, flat = ids.shape[0] * ids.shape[1], ops.reshape(ids, (-1,)) + 1
     rank, local = ops.gather(owners[0], flat, 0), ops.gather(owners[1], flat, 0)
     places, _ = ranked(rank, ranks + 1)
     places = ops.minimum(rank * most + places, ranks * most)
     taken, numbers = _constants(ranks * most + 1, 0, -1)
-    taken = ops.tensor_scatter_elements(taken, places, _numbers(total), 0)[:-1]
+    taken = ops.tensor_scatter_elements(taken, places, first_numbers(total), 0)[:-1]
     numbers = ops.tensor_scatter_elements(numbers, places, local, 0)[:-1]
     return ops.reshape(taken, (ranks, most)), ops.reshape(places, ids.shape), ops.reshape(numbers, (ranks, most))
 
@@ -109,7 +109,7 @@ def sizes_of_rows(sent, received):
         as ids (ranks * most, 1).
     """
     both = ops.stack((sent, received))
-    if in_graph():
+    if not _has_values(both):
         sizes = ops.zeros((2, sent.shape[0]), mstype.int32)  # of devices, which send room for all
         if on_cpu():
             sizes = ops.cast(ops.sum(ops.cast(ops.greater_equal(both, 0), mstype.float32), 2), mstype.int32)
@@ -124,12 +124,12 @@ def ranked(keys, count):
     order = ops.argsort(keys)
     counts = ops.unsorted_segment_sum(ops.ones_like(keys), keys, count)
     first = ops.cumsum(counts, 0) - counts
-    places = _numbers(keys.shape[0]) - ops.gather(first, ops.gather(keys, order, 0), 0)
+    places = first_numbers(keys.shape[0]) - ops.gather(first, ops.gather(keys, order, 0), 0)
     return ops.tensor_scatter_elements(places, order, places, 0), counts
 
 
 @ops.constexpr
-def _numbers(count):
+def first_numbers(count):
     """0 … count - 1; `ops.arange` and its cast take CPU as long as a product of the numbers' rows."""
     with outside_of_meta():
         return Tensor(np.arange(count, dtype=np.int32))
@@ -144,10 +144,17 @@ def _constants(count, *values):
 
 def expert_rows(x, ids, gate_up, down, gate_up_bias, down_bias, activation):
     """What each chosen expert makes of a token: rows (n, H) and ids (n, K) → (n, K, H); zeros where an id is -1."""
-    if not in_graph():
+    if _has_values(ids):
         return _exactly(x, ids, gate_up, down, gate_up_bias, down_bias, activation)
-    compiled = _by_sizes if on_cpu() else _by_blocks
+    compiled = _by_sizes if in_graph() and on_cpu() else _by_blocks
     return compiled(x, ops.stop_gradient(ids), gate_up, down, gate_up_bias, down_bias, activation)
+
+
+def _has_values(x):
+    """Whether the host can read a tensor: in PyNative, unless it has a shape alone."""
+    if in_graph():
+        return False
+    return not x.is_meta
 
 
 def _exactly(x, ids, gate_up, down, gate_up_bias, down_bias, activation):
@@ -189,7 +196,7 @@ def _by_sizes(x, ids, gate_up, down, gate_up_bias, down_bias, activation):
     gradient."""
     count, total, nothing = gate_up.shape[0], ids.shape[0] * ids.shape[1], ops.zeros((1, x.shape[1]), x.dtype)
     flat = ops.reshape(ids, (-1,))
-    keys = ops.cat((ops.where(ops.less(flat, 0), count, flat), _numbers(count)), 0)
+    keys = ops.cat((ops.where(ops.less(flat, 0), count, flat), first_numbers(count)), 0)
     order = ops.argsort(keys)
     if x.dtype == mstype.float16:  # a token that an expert didn't choose could overflow there: a row of zeros
         x = ops.cat((x, nothing), 0)
@@ -198,7 +205,7 @@ def _by_sizes(x, ids, gate_up, down, gate_up_bias, down_bias, activation):
     taken = ops.minimum(order // ids.shape[1], x.shape[0] - 1)[: total + count - sizes[count]]  # -1 are last
     parts = mint.split(ops.gather(x, taken, 0), tuple(sizes[:count]), 0)  # `ops.split` looks at sizes, by graphs
     found = _each(range(count), parts, gate_up, down, gate_up_bias, down_bias, activation)
-    places = ops.tensor_scatter_elements(order, order, _numbers(total + count), 0)[:total]
+    places = ops.tensor_scatter_elements(order, order, first_numbers(total + count), 0)[:total]
     places = ops.where(ops.less(flat, 0), 0, places + 1)
     return ops.reshape(ops.gather(ops.cat((nothing, *found), 0), places, 0), (*ids.shape, x.shape[1]))
 
@@ -216,8 +223,8 @@ def _by_blocks(x, ids, gate_up, down, gate_up_bias, down_bias, activation):
     first = ops.cat((ends - needed, ops.zeros((1,), mstype.int32)), 0) * size
     places = ops.where(ops.less(flat, 0), blocks * size, ops.gather(first, keys, 0) + places)
     taken = ops.zeros((blocks * size + 1,), mstype.int32) + total
-    taken = ops.tensor_scatter_elements(taken, places, _numbers(total), 0)[: blocks * size]
-    owners = ops.expand_dims(_numbers(blocks), 1)
+    taken = ops.tensor_scatter_elements(taken, places, first_numbers(total), 0)[: blocks * size]
+    owners = ops.expand_dims(first_numbers(blocks), 1)
     owners = ops.sum(ops.cast(ops.greater_equal(owners, ops.expand_dims(ends, 0)), mstype.int32), 1)
     owners = ops.minimum(owners, count - 1)  # of blocks that nobody needs
     nothing = ops.zeros((1, hidden), x.dtype)

@@ -61,14 +61,14 @@ class Collective(nn.Cell):
 
 
 class SizedExchange(Collective):
-    """An exchange, which in PyNative may be told `sizes`, on the host: see `ShardContext.exchanged`."""
+    """An exchange, which in PyNative may be told `sizes`, unless they are of meta: see `ShardContext.exchanged`."""
 
     def __init__(self, forward, backward):
         super().__init__(forward, backward)
         self.of_sizes = _OfSizes(forward, backward)
 
     def __call__(self, x, *sizes):
-        return self.of_sizes(x, *sizes) if sizes else super().__call__(x)
+        return self.of_sizes(x, *sizes) if sizes and not sizes[0].is_meta else super().__call__(x)
 
 
 class _OfSizes(nn.Cell):

@@ -9,6 +9,7 @@ import mindspore as ms
 from mindspore import Parameter, nn, ops
 from mindspore.common.initializer import Normal, initializer
 
+from mindformers_core.algorithms.experts import first_numbers
 from mindformers_core.hints import nearest
 from mindformers_core.layout import layout
 from mindformers_core.ranges import bounded, check_fields
@@ -270,7 +271,7 @@ def balanced(bias, counts, rate):
 
 
 def _one_hot(ids, count):
-    return ops.cast(ops.equal(ops.expand_dims(ids, -1), ops.arange(count)), ms.float32)
+    return ops.cast(ops.equal(ops.expand_dims(ids, -1), first_numbers(count)), ms.float32)
 
 
 def _first(scores, count):
