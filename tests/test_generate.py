@@ -60,7 +60,7 @@ def one_card(trained):
     [
         pytest.param("context.engine=eager", 8, marks=pytest.mark.nightly),  # "tp 2, eager" is daily
         ("context.engine=generated", 10),
-        ("context.mode=0", 10),
+        ("context.mode=0", 20),
     ],
 )
 def test_greedy_tokens_are_those_of_the_full_forward_pass(request, tmp_path, mode, count, monkeypatch):
