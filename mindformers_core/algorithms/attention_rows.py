@@ -77,7 +77,7 @@ def _pairs(blocks):
     return sum((stop - start) * sum(end - begin for begin, end, _ in ranges) for start, stop, ranges in blocks)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=32)
 def block_rows(batch, heads, groups, key_length, blocks, is_whole=True):
     """Blocks that take the same keys, together: (columns, sides, keys, back, ((start, stop, hidden, queries), …)), …
 
