@@ -10,6 +10,8 @@ import numpy as np
 
 from mindformers_core.hints import near_multiples
 
+BLOCK = 128  # queries, at least, for which attention takes or skips keys
+
 
 @dataclass(frozen=True)
 class BatchPlan:

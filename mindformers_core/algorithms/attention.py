@@ -14,7 +14,7 @@ from mindformers_core.algorithms.attention_dropout import drawn_halves, kept
 from mindformers_core.algorithms.attention_rows import HIDDEN, block_rows, is_known, of_seen_keys, token_rows
 from mindformers_core.algorithms.compiled import in_graph, on_cpu
 from mindformers_core.algorithms.fused_attention import attend_fused, attend_fused_gradient, fits_kernel
-from mindformers_core.batches import chunk_length
+from mindformers_core.batches import BLOCK, chunk_length
 from mindformers_core.mindspore_private import forbid_reuse
 from mindformers_core.operators.visible_blocks import is_band, place_runs, visible_band, visible_blocks
 
@@ -337,7 +337,7 @@ def _blocks(query, key, order, reach, is_exact, kernel):
         band = visible_band(length, 0, reach, is_exact)
         if band:
             return band
-    rows = max(128, min(length // 8, _SCORES // (batch * heads * key_length)))
+    rows = max(BLOCK, min(length // 8, _SCORES // (batch * heads * key_length)))
     if order is None:
         order, reach, is_exact = (0,), (None, None), False
     queries, keys = (place_runs(order, chunk_length(order, each)) for each in (length, key_length))

@@ -10,7 +10,7 @@ from math import gcd, prod
 import numpy as np
 from mindspore import Tensor, ops
 
-from mindformers_core.algorithms.compiled import in_graph
+from mindformers_core.algorithms.compiled import has_values
 from mindformers_core.mindspore_private import outside_of_meta
 
 HIDDEN = -1e28  # of a score: 2**31 times as much, of a place far outside of a query's range, is finite, too
@@ -42,10 +42,10 @@ def _row_by_row(function, given, scale, drop, seen):
 
 def _seen_by_rows(blocks, first, last, places):
     """Of each row of a batch, or of all that are alike, its `seen_blocks`; () where they are most of all blocks."""
-    if in_graph():
+    if not has_values(first):
         return ()
     count = _pairs(blocks)
-    if count < _FEW or is_known(blocks) or first.is_meta:
+    if count < _FEW or is_known(blocks):
         return ()
     ranges = [each.asnumpy() for each in (first, last, places)]
     rows = max(map(len, ranges))
@@ -106,8 +106,9 @@ def block_rows(batch, heads, groups, key_length, blocks, is_whole=True):
             hidden = None if not masks else _band(stop - start, masks) if known else ()
             parts.append((start, stop, hidden, _table(of_queries[:, start:stop].transpose(0, 2, 3, 1))))
         keys = rows(columns)
-        back = _table(_inverse(keys, of_keys.size)) if is_whole else None
-        found.append((_table(columns), [_table(rows(each)) for each in sides], _table(keys), back, parts))
+        table, back = _table(keys), _table(_inverse(keys, of_keys.size)) if is_whole else None
+        sides = [_table(rows(each)) for each in sides] if sides[1:] else [table]
+        found.append((_table(columns), sides, table, back, parts))
     return tuple(found)
 
 

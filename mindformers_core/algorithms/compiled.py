@@ -28,6 +28,13 @@ class _InGraph(ConstantOfPython):
 in_graph = _InGraph()
 
 
+def has_values(x):
+    """Whether the host can read a tensor: in PyNative, unless it has a shape alone."""
+    if in_graph():
+        return False
+    return not x.is_meta
+
+
 @ops.constexpr
 def on_cpu():
     """Whether MindSpore runs on CPU, in a `DeviceCtx("meta")` block, too."""

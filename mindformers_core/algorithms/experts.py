@@ -8,7 +8,7 @@ whose shapes are static, in blocks of rows, each of one expert.
 import numpy as np
 from mindspore import Tensor, dtype as mstype, mint, ops
 
-from mindformers_core.algorithms.compiled import in_graph, on_cpu
+from mindformers_core.algorithms.compiled import has_values, in_graph, on_cpu
 from mindformers_core.mindspore_private import outside_of_meta
 
 ACTIVATIONS = {"silu": ops.silu, "gelu": ops.gelu, "relu": ops.relu}
@@ -69,7 +69,7 @@ def places_of_choices(ids, owners, ranks, most, capacity):
     """
     if capacity is not None:
         ids = within_capacity(ids, owners.shape[1] - 1, capacity)
-    if on_cpu() and _has_values(ids):
+    if on_cpu() and has_values(ids):
         return _places_by_host(ids.asnumpy(), owners.asnumpy(), ranks, most)
     total, flat = ids.shape[0] * ids.shape[1], ops.reshape(ids, (-1,)) + 1
     rank, local = ops.gather(owners[0], flat, 0), ops.gather(owners[1], flat, 0)
@@ -109,7 +109,7 @@ def sizes_of_rows(sent, received):
         as ids (ranks * most, 1).
     """
     both = ops.stack((sent, received))
-    if not _has_values(both):
+    if not has_values(both):
         sizes = ops.zeros((2, sent.shape[0]), mstype.int32)  # of devices, which send room for all
         if on_cpu():
             sizes = ops.cast(ops.sum(ops.cast(ops.greater_equal(both, 0), mstype.float32), 2), mstype.int32)
@@ -144,17 +144,10 @@ def _constants(count, *values):
 
 def expert_rows(x, ids, gate_up, down, gate_up_bias, down_bias, activation):
     """What each chosen expert makes of a token: rows (n, H) and ids (n, K) → (n, K, H); zeros where an id is -1."""
-    if _has_values(ids):
+    if has_values(ids):
         return _exactly(x, ids, gate_up, down, gate_up_bias, down_bias, activation)
     compiled = _by_sizes if in_graph() and on_cpu() else _by_blocks
     return compiled(x, ops.stop_gradient(ids), gate_up, down, gate_up_bias, down_bias, activation)
-
-
-def _has_values(x):
-    """Whether the host can read a tensor: in PyNative, unless it has a shape alone."""
-    if in_graph():
-        return False
-    return not x.is_meta
 
 
 def _exactly(x, ids, gate_up, down, gate_up_bias, down_bias, activation):

@@ -4,10 +4,9 @@ from math import gcd
 
 import numpy as np
 
-from mindformers_core.batches import area_order, chunk_length, places_of, static_order
+from mindformers_core.batches import BLOCK, area_order, chunk_length, places_of, static_order
 
 _CHUNKS = 16  # of a rank, at most, where the documents of a row say which
-_BLOCK = 128  # queries for which attention takes or skips keys: more than 4 chunks have as many tokens at least
 
 
 class Balanced:
@@ -52,7 +51,7 @@ class Balanced:
         if len(arrays) < 3:
             arrays.append(np.broadcast_to(np.arange(length, dtype=np.int32), (count, length)))
         part = gcd(chunk_length(range(self.ranks), length), _CHUNKS)
-        while part > 4 and length < self.ranks * part * _BLOCK:
+        while part > 4 and length < self.ranks * part * BLOCK:  # a block would be of two chunks
             part //= 2
         areas = _areas(arrays[2], self.ranks * part)
         places = np.stack([places_of(area_order(row, self.ranks), length) for row in areas])
@@ -60,12 +59,12 @@ class Balanced:
 
 
 def _areas(positions, count):
-    """Of each of `count` equal chunks, the pairs of a query and a key that blocks of `_BLOCK` queries compute.
+    """Of each of `count` equal chunks, the pairs of a query and a key that blocks of `BLOCK` queries compute.
 
     Args:
         positions: (rows, length), of tokens in their documents.
     """
     rows, length = positions.shape
-    size, places = gcd(length // count, _BLOCK), np.arange(length)
+    size, places = gcd(length // count, BLOCK), np.arange(length)
     starts = np.maximum(places - positions, 0).reshape(rows, -1, size).min(2)
     return ((places[size - 1 :: size] + 1 - starts) * size).reshape(rows, count, -1).sum(2)
