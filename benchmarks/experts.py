@@ -16,7 +16,7 @@ from mindspore import Tensor, nn, ops
 from tensor_parallel import compiled, finished, flat, gradients_of
 
 from mindformers_core.communication import world
-from mindformers_core.communication.collectives import AllReduce, Exchange, MarkVarying
+from mindformers_core.communication.collectives import AllReduce, AllToAll, Combine, Dispatch, MarkVarying
 from mindformers_core.layout import layout
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.models.experts import MixtureOfExperts, RoutedExperts, Router, RouterConfig
@@ -53,7 +53,9 @@ class Handwritten(nn.Cell):
         super().__init__()
         self.gate, self.own = Router(HIDDEN, RouterConfig(EXPERTS, CHOICES)), EXPERTS // EP
         self.experts = RoutedExperts(self.own, HIDDEN, INNER)
-        self.rows, self.numbers = Exchange(mesh, ("ep",)), Exchange(mesh, ("ep",))
+        rows, most = BATCH // EP * LENGTH * CHOICES, BATCH * LENGTH * CHOICES
+        self.rows, self.back = Dispatch(mesh, ("ep",), rows, most), Combine(mesh, ("ep",), most, rows)
+        self.numbers = AllToAll(mesh, ("ep",), 0, 1)
         self.marked, self.total = MarkVarying(mesh, ("ep",)), AllReduce(mesh, ("ep",))
 
     def construct(self, x):
@@ -62,23 +64,23 @@ class Handwritten(nn.Cell):
         chosen = np.argsort(-scores.asnumpy(), -1, kind="stable")[:, :CHOICES]
         weights = ops.gather_elements(scores, 1, Tensor(chosen))
         weights = weights / weights.sum(-1, keepdims=True)
-        count, most = len(chosen), len(chosen) * CHOICES
-        taken, local = np.full((EP, most), count), np.full((EP, most, 1), -1)
-        back = np.zeros(most, np.int64)
-        for rank in range(EP):
-            mine = np.flatnonzero(chosen.reshape(-1) // self.own == rank)
-            taken[rank, : len(mine)], local[rank, : len(mine), 0] = mine // CHOICES, chosen.reshape(-1)[mine] % self.own
-            back[mine] = rank * most + np.arange(len(mine))
-        padded = ops.cat((x.reshape(-1, HIDDEN), ops.zeros((1, HIDDEN))), 0)
-        given = self.rows(ops.gather(padded, Tensor(taken), 0)).reshape(-1, HIDDEN)
-        numbers = self.numbers(Tensor((local + 1).astype(np.int32))).asnumpy().reshape(-1) - 1
-        order = np.argsort(numbers, kind="stable")[np.count_nonzero(numbers < 0) :]
-        parts = ops.split(ops.gather(given, Tensor(order), 0), np.bincount(numbers[order], minlength=self.own).tolist())
+        count, total = len(chosen), chosen.size
+        owners, numbers = chosen.reshape(-1) // self.own, chosen.reshape(-1) % self.own
+        order = np.argsort(owners, kind="stable")
+        sent = np.bincount(owners, minlength=EP)
+        told = np.full((1, EP, total), -1)
+        for rank, part in enumerate(np.split(numbers[order], np.cumsum(sent)[:-1])):
+            told[0, rank, : len(part)] = part
+        told = self.numbers(Tensor(told.astype(np.int32))).asnumpy().reshape(EP, total)
+        sizes = np.stack((sent, (told >= 0).sum(1))).astype(np.int32)
+        given = self.rows(ops.gather(x.reshape(-1, HIDDEN), Tensor(order // CHOICES), 0), Tensor(sizes))
+        numbers = told[told >= 0]
+        inner = np.argsort(numbers, kind="stable")
+        counts = np.bincount(numbers, minlength=self.own).tolist()
+        parts = ops.split(ops.gather(given, Tensor(inner), 0), counts)
         found = ops.cat([self.expert(number, part) for number, part in enumerate(parts)], 0)
-        places = np.full(EP * most, len(order))
-        places[order] = np.arange(len(order))
-        found = ops.gather(ops.cat((found, ops.zeros((1, HIDDEN))), 0), Tensor(places), 0)
-        found = ops.gather(self.rows(found.reshape(EP, most, HIDDEN)).reshape(-1, HIDDEN), Tensor(back), 0)
+        found = self.back(ops.gather(found, Tensor(np.argsort(inner)), 0), Tensor(sizes[::-1].copy()))
+        found = ops.gather(found, Tensor(np.argsort(order)), 0)
         output = (found.reshape(count, CHOICES, HIDDEN) * weights.expand_dims(-1)).sum(1)
         return self.total(ops.square(output).sum())
 

@@ -9,7 +9,7 @@ from mindformers_core.generation.module_source import collective_name, collectiv
 from mindformers_core.layout import Layout
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.redistribution import CPU, plan_redistribution
-from mindformers_core.redistribution.steps import STEP_KINDS, Step, exchange_step, shift_step
+from mindformers_core.redistribution.steps import STEP_KINDS, Step, routing_step, shift_step
 
 pytestmark = pytest.mark.usefixtures("rank_0_of_4")
 MESH = init_device_mesh((2, 2), ("dp", "tp"))
@@ -49,7 +49,8 @@ EXAMPLES = {
         target=Layout.on(MESH, (("tp", "dp"), ())),
     ),
     "shift_tp_by_minus_1": shift_step(MESH, ("tp",), -1, (4, 8), "float32"),
-    "exchange_tp": exchange_step(MESH, ("tp",), (4, 8), "float32"),
+    "dispatch_tp": routing_step("dispatch", MESH, ("tp",), (4, 8), "float32", 6),
+    "combine_tp": routing_step("combine", MESH, ("tp",), (6, 8), "float32", 4),
     "shift_some_dp_tp_by_1": shift_step(MESH, ("dp", "tp"), 1, (4, 8), "float32", (0, 2)),
 }
 

@@ -199,7 +199,7 @@ def test_rows_are_numbered():
     mesh = DeviceMesh((2,), ("dp",))
     plan = {"": {"input": dict.fromkeys(("hidden_states", "ids", "weights"), layout("dp"))}}
     with rank_of(2, 0):
-        assert "exchange" in planned(2**20).source.text
+        assert "dispatch" in planned(2**20).source.text
         with pytest.raises(ValueError, match="room for 536870912 rows of each of 2 ranks is more than 1073741824 rows"):
             planned(2**28)
 
@@ -225,7 +225,16 @@ def test_places_of_choices(monkeypatch, capacity):
         taken, back, numbers = (each.asnumpy().reshape(-1) for each in by_host)
         kept = np.flatnonzero(back.reshape(-1) < len(taken))
         np.testing.assert_array_equal(taken[back[kept]], kept)
-        np.testing.assert_array_equal(numbers[back[kept]], owners[1][ids.reshape(-1)[kept] + 1])
+        rank, local = owners[:, ids.reshape(-1) + 1]
+        if capacity is None:  # in the order of ranks, and of its places among those of a rank
+            np.testing.assert_array_equal(sorted(back[kept]), range(len(kept)))
+            np.testing.assert_array_equal(rank[taken], sorted(rank))
+            np.testing.assert_array_equal(numbers[numbers >= 0], local[taken[: len(kept)]])
+            filled = (numbers.reshape(ranks, -1) >= 0).sum(1)
+            np.testing.assert_array_equal(filled, np.bincount(rank, minlength=ranks + 1)[:ranks])
+        else:
+            np.testing.assert_array_equal(back[kept] // (8 * count), rank[kept])
+            np.testing.assert_array_equal(numbers[back[kept]], local[kept])
         assert len(kept) == (numbers >= 0).sum()
 
 

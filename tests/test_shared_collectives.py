@@ -110,19 +110,21 @@ def test_parts_and_whole_tensors_go_from_rank_to_rank(groups):
 
 
 def test_as_many_rows_go_from_rank_to_rank_as_there_are(groups):
-    """Zeros are behind them; of few rows and many, small and wide, in several pieces."""
+    """Zeros are behind them; of few rows and many, small and wide, in several pieces; more rows than are sent."""
     size, random = len(groups), np.random.default_rng(7)
     for rows, *others in ((3, 5), (40, 7, 1001), (5, _HALF // 4 + 3), (9000, 64)):
         sizes = random.integers(0, rows + 1, (size, size))
         sizes[0] = 0, *[rows] * (size - 1)
-        xs = [random.normal(size=(size, rows, *others)).astype(np.float32) for _ in range(size)]
+        xs = [random.normal(size=(counts.sum() + 1, *others)).astype(np.float32) for counts in sizes]
+        counts = sizes.sum(0) + np.arange(size)
         calls = [
-            partial(g.exchange_rows, ms.Tensor(x), sizes[me].tolist(), sizes[:, me].tolist())
+            partial(g.exchange_rows, ms.Tensor(x), sizes[me].tolist(), sizes[:, me].tolist(), int(counts[me]), rows)
             for me, (g, x) in enumerate(zip(groups, xs))
         ]
+        cut = [np.split(x, np.cumsum(counts)) for x, counts in zip(xs, sizes)]
         for me, found in enumerate(together(calls)):
-            kept = np.arange(rows).reshape(rows, *[1] * len(others)) < sizes[:, me].reshape(size, *[1] * found[0].ndim)
-            np.testing.assert_array_equal(found.asnumpy(), np.stack([x[me] for x in xs]) * kept)
+            truth = np.concatenate([*(parts[me] for parts in cut), np.zeros((me, *others), np.float32)])
+            np.testing.assert_array_equal(found.asnumpy(), truth)
 
 
 def test_every_dtype_is_gathered_bit_for_bit():

@@ -9,7 +9,7 @@ import numpy as np
 from mindspore import Tensor, dtype as mstype, mint, ops
 
 from mindformers_core.algorithms.compiled import has_values, in_graph, on_cpu
-from mindformers_core.mindspore_private import outside_of_meta
+from mindformers_core.communication.local import filled, first_numbers
 
 ACTIVATIONS = {"silu": ops.silu, "gelu": ops.gelu, "relu": ops.relu}
 _product = ops.BatchMatMul()
@@ -61,62 +61,70 @@ def places_of_choices(ids, owners, ranks, most, capacity):
         ids, capacity: as of the operator `Experts`.
         owners: int32 (2, experts + 1): for -1 and every expert, the number of the rank that has it, and its own number
             there; `ranks` and -1 where no rank that gets tokens has it.
-        ranks, most: shape of what is sent: so many choices at most go to one rank.
+        ranks, most: so many choices at most go to one rank.
 
     Returns:
-        int32 (ranks, most), the number of the choice in each place, or 0; int32 (rows, K), the place of each choice, or
-        how many there are; int32 (ranks, most), the expert's number there, or -1.
+        int32 (places,), the number of the choice in each place, or 0 in that of none; int32 (rows, K), the place of
+        each choice, or, of those that go to no rank, how many there are; int32 (ranks, most), the number there of the
+        experts of each rank's choices, in the order of their places; then -1. Places are as many as choices, first
+        those of the first rank; with a capacity `most` for each rank.
     """
     if capacity is not None:
         ids = within_capacity(ids, owners.shape[1] - 1, capacity)
     if on_cpu() and has_values(ids):
-        return _places_by_host(ids.asnumpy(), owners.asnumpy(), ranks, most)
-    total, flat = ids.shape[0] * ids.shape[1], ops.reshape(ids, (-1,)) + 1
+        return _places_by_host(ids.asnumpy(), owners.asnumpy(), ranks, most, capacity is None)
+    total, room, flat = ids.shape[0] * ids.shape[1], ranks * most, ops.reshape(ids, (-1,)) + 1
     rank, local = ops.gather(owners[0], flat, 0), ops.gather(owners[1], flat, 0)
-    places, _ = ranked(rank, ranks + 1)
-    places = ops.minimum(rank * most + places, ranks * most)
-    taken, numbers = _constants(ranks * most + 1, 0, -1)
-    taken = ops.tensor_scatter_elements(taken, places, first_numbers(total), 0)[:-1]
-    numbers = ops.tensor_scatter_elements(numbers, places, local, 0)[:-1]
-    return ops.reshape(taken, (ranks, most)), ops.reshape(places, ids.shape), ops.reshape(numbers, (ranks, most))
+    places, counts = ranked(rank, ranks + 1)
+    numbered = ops.minimum(rank * most + places, room)
+    numbers = ops.tensor_scatter_elements(filled(room + 1, -1), numbered, local, 0)[:-1]
+    if capacity is None:
+        room, numbered = total, places + ops.gather(ops.cumsum(counts, 0) - counts, rank, 0)
+    taken = ops.tensor_scatter_elements(filled(room + 1, 0), numbered, first_numbers(total), 0)[:-1]
+    places = ops.where(ops.less(rank, ranks), numbered, room)
+    return taken, ops.reshape(places, ids.shape), ops.reshape(numbers, (ranks, most))
 
 
-def _places_by_host(ids, owners, ranks, most):
+def _places_by_host(ids, owners, ranks, most, in_turn):
     """`places_of_choices` where the host's reads cost nothing, in a tenth of the operators' time."""
     rank, local = owners[:, ids.reshape(-1) + 1]
     order = np.argsort(rank, kind="stable")
     counts = np.bincount(rank, minlength=ranks + 1)
     if counts[:ranks].max() > most:
         raise ValueError(f"experts: a token of ids {ids.shape} has chosen an expert twice: its choices have to differ")
-    places = np.empty(rank.size, np.int32)
-    places[order] = np.arange(rank.size) + np.repeat(np.arange(ranks + 1) * most - counts.cumsum() + counts, counts)
+    numbered = np.arange(rank.size) + np.repeat(np.arange(ranks + 1) * most - counts.cumsum() + counts, counts)
     sent = order[: rank.size - counts[ranks]]
-    places[order[sent.size :]] = ranks * most
     taken, numbers = np.zeros(ranks * most, np.int32), np.full(ranks * most, -1, np.int32)
-    taken[places[sent]], numbers[places[sent]] = sent, local[sent]
-    found = taken.reshape(ranks, most), places.reshape(ids.shape), numbers.reshape(ranks, most)
+    numbers[numbered[: sent.size]] = local[sent]
+    taken[numbered[: sent.size]] = sent
+    if in_turn:
+        taken, numbered = order.astype(np.int32), np.arange(rank.size)
+    places = np.full(rank.size, taken.size, np.int32)
+    places[sent] = numbered[: sent.size]
+    found = taken, places.reshape(ids.shape), numbers.reshape(ranks, most)
     return tuple([Tensor(each) for each in found])
 
 
-def sizes_of_rows(sent, received):
+def sizes_of_rows(sent, received, in_turn):
     """What the host has to know of the experts of a layer, in PyNative by the only read of a device in both passes.
 
     Args:
         sent, received: int32 (ranks, most), the numbers of experts of rows for each rank, and from each; or -1.
+        in_turn: whether in PyNative those rows alone come, not room for all.
 
     Returns:
         int32 (2, ranks), how many rows go to each rank, and come from each; the same of their way back; and `received`
-        as ids (ranks * most, 1).
+        as ids (rows, 1) of the rows that come, or -1; of none one -1.
     """
     both = ops.stack((sent, received))
     if not has_values(both):
-        sizes = ops.zeros((2, sent.shape[0]), mstype.int32)  # of devices, which send room for all
-        if on_cpu():
-            sizes = ops.cast(ops.sum(ops.cast(ops.greater_equal(both, 0), mstype.float32), 2), mstype.int32)
+        sizes = ops.cast(ops.sum(ops.cast(ops.greater_equal(both, 0), mstype.float32), 2), mstype.int32)
         return sizes, ops.cat((sizes[1:], sizes[:1]), 0), ops.reshape(received, (-1, 1))
     both = both.asnumpy()
-    sizes = (both >= 0).sum(2).astype(np.int32)
-    return Tensor(sizes), Tensor(np.flip(sizes, 0).copy()), Tensor(both[1].reshape(-1, 1))
+    sizes, ids = (both >= 0).sum(2).astype(np.int32), both[1]
+    if in_turn:
+        ids = ids[ids >= 0] if sizes[1].any() else ids[:1, :1]
+    return Tensor(sizes), Tensor(np.flip(sizes, 0).copy()), Tensor(ids.reshape(-1, 1))
 
 
 def ranked(keys, count):
@@ -126,20 +134,6 @@ def ranked(keys, count):
     first = ops.cumsum(counts, 0) - counts
     places = first_numbers(keys.shape[0]) - ops.gather(first, ops.gather(keys, order, 0), 0)
     return ops.tensor_scatter_elements(places, order, places, 0), counts
-
-
-@ops.constexpr
-def first_numbers(count):
-    """0 … count - 1; `ops.arange` and its cast take CPU as long as a product of the numbers' rows."""
-    with outside_of_meta():
-        return Tensor(np.arange(count, dtype=np.int32))
-
-
-@ops.constexpr
-def _constants(count, *values):
-    """For each value an int32 tensor of so many."""
-    with outside_of_meta():
-        return tuple(Tensor(np.full(count, value, np.int32)) for value in values)
 
 
 def expert_rows(x, ids, gate_up, down, gate_up_bias, down_bias, activation):

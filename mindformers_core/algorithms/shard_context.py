@@ -14,7 +14,7 @@ from mindformers_core.dtypes import dtype_name
 from mindformers_core.layout import Layout
 from mindformers_core.program.structure import tree_leaves
 from mindformers_core.propagation.operators import TENSORS
-from mindformers_core.redistribution import exchange_step, shift_step
+from mindformers_core.redistribution import routing_step, shift_step
 
 
 @dataclass(frozen=True)
@@ -108,14 +108,25 @@ class ShardContext:
         known = self.mesh, self.axes, distance, local.shape, dtype_name(local.dtype), givers
         return self.run_step(local, shift_step(*known))
 
-    def exchanged(self, local, sizes):
-        """Row i of every part's tensor (parts, rows, …), for part i; on CPU without what is behind its rows.
+    def dispatched(self, local, most, sizes):
+        """Rows of every part's tensor (rows, …) for this one, in the order of parts; first ones are for the first part.
 
-        `sizes`: int32 (2, parts), in PyNative on the host: how many rows go to each part, and come from each.
+        In PyNative as many as come, or a row of zeros for none. In graphs `parts * most`: of each part `most`, behind
+        those that come any.
+
+        Args:
+            local, most: the tensor, and how many rows go to a part at most.
+            sizes: int32 (2, parts), in PyNative on the host: how many rows go to each part, and come from each.
         """
-        if self.count == 1:
-            return local
-        step = exchange_step(self.mesh, self.axes, local.shape, dtype_name(local.dtype))
+        return self._routed("dispatch", local, local.shape[0], self.count * most, sizes)
+
+    def combined_rows(self, local, rows, most, sizes):
+        """The way back, of a tensor as `dispatched` gives: `rows` of them, of which those that nobody has are zeros."""
+        return self._routed("combine", local, self.count * most, rows, sizes)
+
+    def _routed(self, kind, local, rows, to_rows, sizes):
+        shape = rows, *local.shape[1:]
+        step = routing_step(kind, self.mesh, self.axes, shape, dtype_name(local.dtype), to_rows)
         return self.run_step(local, step, others=(sizes,))
 
     def _made_whole(self, local, dims, partial_ops, varying):

@@ -28,10 +28,9 @@ from mindformers_core.communication.shared_collectives import (
 from mindformers_core.communication.shared_memory import MOST_READERS
 
 _ZEROS_LIKE = ops.ZerosLike()
-_COMBINE = {"sum": ops.Add(), "max": ops.Maximum(), "min": ops.Minimum()}
+_REDUCTIONS = {"sum": ops.Add(), "max": ops.Maximum(), "min": ops.Minimum()}
 _SUMMED = (mstype.float32, mstype.float16)
 _SHARED_FROM = 1 << 16  # bytes of a tensor that is worth connecting the ranks at a first call
-_MOST_COUNTED = 1 << 24  # rows, up to which float32 counts
 _CARRIED = {mstype.bool_: mstype.int32, mstype.int16: mstype.int32}  # messages have no such dtypes
 
 
@@ -42,7 +41,7 @@ class CpuCollective(raw.RawCollective):
         super().__init__(group, kind, *arguments)
         self.sum = _Sum(group)
         self.op = arguments[-1] if arguments else None  # of a reduction
-        self.combine = _COMBINE.get(self.op)
+        self.reduction = _REDUCTIONS.get(self.op)
         self.empty = Tensor(-0.0, mstype.float32)
         origin = arguments[1][self.index] if kind == "permute" else 0
         self.row = self.size if origin is None else origin  # of what this place gets, behind which are zeros
@@ -55,8 +54,10 @@ class CpuCollective(raw.RawCollective):
 
     @cached_property
     def rows_by_segments(self):
-        """Likewise an exchange of so many rows."""
-        return self.by_segments and RowsBySegments(shared_group(self.group), self.sum.reduce)
+        """Likewise `dispatch` and `combine`."""
+        return self.by_segments and RowsBySegments(
+            shared_group(self.group), self.sum.reduce, self.kind, *self.arguments
+        )
 
     def _in_graph(self, x, sizes=None):
         if x.dtype == mstype.bfloat16:  # which few operators of CPU take, and no function of Python
@@ -64,10 +65,17 @@ class CpuCollective(raw.RawCollective):
         return self._exact(x, sizes)
 
     def _exact(self, x, sizes):
+        if self.routes and sizes is not None:
+            if self._routes_much(x) and self.rows_by_segments is not None:
+                return self.rows_by_segments(x, sizes)
+            return getattr(self, self.kind)(x, *self.arguments, sizes)
         if _is_large(x.shape, x.itemsize) and self.by_segments is not None:
-            counted = sizes is not None and x.shape[1] <= _MOST_COUNTED
-            return self.rows_by_segments(x, sizes) if counted else self.by_segments(x)
+            return self.by_segments(x)
         return getattr(self, self.kind)(x, *self.arguments)
+
+    def _routes_much(self, x):
+        """Whether all rows that may come from rows like these are large, which is alike on all ranks."""
+        return _is_large((self.most * self.size, *x.shape[1:]), x.itemsize)
 
     def eager(self, x, *sizes):
         return getattr(self, f"eager_{self.kind}")(x, *sizes, *self.arguments)
@@ -105,24 +113,22 @@ class CpuCollective(raw.RawCollective):
     def eager_all_to_all(self, x, dim, to_dim):
         return ops.cat(self._exchange({place: chunk(x, place, self.size, to_dim) for place in range(self.size)}), dim)
 
-    def eager_exchange(self, x, sizes=None):
-        if sizes is None:
-            rows = raw.filled_rows(x)
-            told = self._exchange({place: Tensor([count], mstype.int32) for place, count in enumerate(rows)})
-            sizes = rows, ops.cat(told).asnumpy().tolist()
-        rows, counts = sizes
-        if shared := _shared(self.group, x):
-            return shared.exchange_rows(x, rows, counts)
+    def eager_dispatch(self, x, sizes, rows, to_rows):
+        sent, received = sizes
+        count = self.rows_of_result(sent, received)
+        if shared := self._routes_much(x) and shared_group(self.group):
+            return shared.exchange_rows(x, sent, received, count, self.most)
+        found = raw.cut_rows(x, sent)
         for to in sorted(range(self.size), key=lambda to: (to - self.index) % self.size)[1:]:
-            if rows[to]:
-                _send(x[to, : rows[to]], to, self.group)
-        found = []
-        for origin, count in enumerate(counts):
-            if count:
-                own = origin == self.index
-                found.append(x[origin, :count] if own else _receive(x[0, :count], origin, self.group))
-            found.append(ops.zeros((x.shape[1] - count, *x.shape[2:]), x.dtype))
-        return ops.reshape(ops.cat(found, 0), x.shape)
+            if sent[to]:
+                _send(found[to], to, self.group)
+        for origin, rows in enumerate(received):
+            if origin != self.index:
+                found[origin] = _receive(ops.zeros((rows, *x.shape[1:]), x.dtype), origin, self.group) if rows else None
+        return raw.joined_rows(found, count, x)
+
+    def eager_combine(self, *given):
+        return self.eager_dispatch(*given)
 
     def permute(self, x, destinations, origins):
         found = self.all_gather(ops.unsqueeze(x, 0), 0)
@@ -151,7 +157,7 @@ class CpuCollective(raw.RawCollective):
         """The elementwise reduction of tensors, in their order, so that all ranks get the same bits."""
         total = parts[0]
         for part in parts[1:]:
-            total = self.combine(total, part)
+            total = self.reduction(total, part)
         return total
 
 

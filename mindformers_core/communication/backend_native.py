@@ -4,10 +4,12 @@ A process group counts its ranks in ascending order, a `Group` in the order of i
 reordered locally. MindSpore's operators gather and scatter along dim 0; other dims are moved there and back locally.
 
 What goes from rank to rank goes in a graph by a `NeighborExchange`: it is alike on all ranks, and no order of ranks can
-block it. PyNative can't call it and sends messages, which block until they are received.
+block it. PyNative can't call it and sends messages, which block until they are received. Rows of `dispatch` and
+`combine` go in PyNative as many as there are, on Ascend by one operator, and in graphs as parts of one size.
 """
 
 from mindspore import ops
+from mindspore.mint import distributed
 
 from mindformers_core.communication import raw
 from mindformers_core.communication.local import chunk
@@ -28,7 +30,7 @@ class NativeCollective(raw.RawCollective):
             distance = next(to - place for place, to in enumerate(arguments[0]) if to is not None)
             self.whole_ring = ring(group.size, distance)
         self.by_messages = kind == "permute"
-        if kind in ("all_to_all", "exchange"):
+        if kind == "all_to_all" or self.routes:
             self.by_messages = world().device_target != "Ascend"
         if kind in ("all_reduce", "reduce_scatter"):
             make = ops.AllReduce if kind == "all_reduce" else ops.ReduceScatter
@@ -36,10 +38,13 @@ class NativeCollective(raw.RawCollective):
         elif kind == "all_gather":
             self.operator = ops.AllGather(group.name)
         elif not self.by_messages:
-            dim, to_dim = arguments or (0, 1)
+            dim, to_dim = (0, 1) if self.routes else arguments
             self.operator = ops.AlltoAll(group.size, to_dim, dim, group.name)
 
     def eager(self, x, *sizes):
+        if sizes:
+            found = (self._rows_by_messages if self.by_messages else self._rows_at_once)(x, *sizes[0])
+            return raw.joined_rows(found, self.rows_of_result(*sizes[0]), x)
         return getattr(self, f"eager_{self.kind}" if self.by_messages else self.kind)(x, *self.arguments)
 
     def all_reduce(self, x, op):
@@ -69,8 +74,25 @@ class NativeCollective(raw.RawCollective):
             received[origins[self.index]] = self.eager_permute(parts[to[self.index]], to, origins)
         return ops.cat(received, dim)
 
-    def eager_exchange(self, x):
-        return ops.reshape(self.eager_all_to_all(ops.unsqueeze(x, 0), 0, 1), x.shape)
+    def _rows_at_once(self, x, sent, received):
+        """The rows that come from each place, by an operator of Ascend."""
+        parts = raw.cut_rows(x, sent)
+        sent, received = ([counts[part] for part in self.parts] for counts in (sent, received))
+        given = raw.joined_rows([parts[part] for part in self.parts], sum(sent), x)
+        result = ops.zeros((sum(received), *x.shape[1:]), x.dtype)
+        distributed.all_to_all_single(result, given, received, sent, self.group.name)
+        found = raw.cut_rows(result, received)
+        return [found[place] for place in self.places]
+
+    def _rows_by_messages(self, x, sent, received):
+        """Likewise, where there is none."""
+        parts = raw.cut_rows(x, sent)
+        found = [*parts]
+        for to, origins in (ring(self.size, distance) for distance in range(1, self.size)):
+            to, origin = to[self.index], origins[self.index]
+            shape = (received[origin], *x.shape[1:]) if received[origin] else None
+            found[origin] = self._passed(parts[to], to, shape, x.dtype, origins)
+        return found
 
     def permute(self, x, destinations, origins):
         to, origin = self.whole_ring[0][self.index], self.whole_ring[1][self.index]
@@ -81,17 +103,27 @@ class NativeCollective(raw.RawCollective):
         return ops.reshape(chunk(both, 1 if origins[self.index] is None else 0, 2, 0), x.shape)
 
     def eager_permute(self, x, destinations, origins):
-        """By messages, in the order of `receives_first`."""
-        to, origin, name = destinations[self.index], origins[self.index], self.group.name
+        to, origin = destinations[self.index], origins[self.index]
         if to == self.index:
             return x
-        is_first = receives_first(origins, self.index)
-        received = receive_tensor(x.shape, x.dtype, self.places[origin], name) if is_first else None
-        if to is not None:
+        shape = None if origin is None else x.shape
+        found = self._passed(None if to is None else x, to, shape, x.dtype, origins)
+        return ops.zeros_like(x) if found is None else found
+
+    def _passed(self, x, to, shape, dtype, origins):
+        """What comes by a message while a tensor goes to a place, in the order of `receives_first`.
+
+        Neither is sent where the tensor, or the shape of what comes, is None.
+        """
+
+        def receive():
+            return None if shape is None else receive_tensor(shape, dtype, self.places[origins[self.index]], name)
+
+        name, is_first = self.group.name, receives_first(origins, self.index)
+        received = receive() if is_first else None
+        if x is not None:
             send_tensor(x, self.places[to], name)
-        if received is not None:
-            return received
-        return ops.zeros_like(x) if origin is None else receive_tensor(x.shape, x.dtype, self.places[origin], name)
+        return received if is_first else receive()
 
     def _exchange(self, parts, to, origins):
         """The parts, all of one shape and dtype, of the places `origins` of the process group; `parts` go to `to`."""

@@ -23,7 +23,7 @@ from mindformers_core.hints import nearest
 from mindformers_core.redistribution.steps import EXTREMES, STEP_KINDS, ring
 
 __all__ = [
-    "AllGather", "AllGatherVarying", "AllReduce", "AllReduceVarying", "AllToAll", "Collective", "Exchange",
+    "AllGather", "AllGatherVarying", "AllReduce", "AllReduceVarying", "AllToAll", "Collective", "Combine", "Dispatch",
     "MarkVarying", "PadToPartial", "Permute", "ReduceScatter", "Shift", "SliceToShard", "SliceVarying", "ToPartial",
     "ToPartialVarying", "UnmarkVarying", "View",
 ]  # fmt: skip
@@ -60,8 +60,8 @@ class Collective(nn.Cell):
         return (self.backward(dout),)
 
 
-class SizedExchange(Collective):
-    """An exchange, which in PyNative may be told `sizes`, unless they are of meta: see `ShardContext.exchanged`."""
+class Routing(Collective):
+    """`dispatch` or `combine`, which are also given `sizes`, unless they are of meta: see `ShardContext.dispatched`."""
 
     def __init__(self, forward, backward):
         super().__init__(forward, backward)
@@ -72,7 +72,7 @@ class SizedExchange(Collective):
 
 
 class _OfSizes(nn.Cell):
-    """An exchange of so many rows; as many go back with a gradient."""
+    """A `Routing` in PyNative; as many rows go back with a gradient."""
 
     def __init__(self, forward, backward):
         super().__init__(auto_prefix=False)
@@ -151,7 +151,7 @@ def make_collective(kind, mesh, axes, *given, **named):
         cell = _scaled(cell, group, share)
     if op == "avg" or backward == "scale":
         gradient = _scaled(gradient, group, share)
-    return (SizedExchange if kind == "exchange" and group.size > 1 else Collective)(cell, gradient)
+    return (Routing if getattr(cell, "routes", False) else Collective)(cell, gradient)
 
 
 def _operation(name, group, way, dims, op):
@@ -176,7 +176,8 @@ ReduceScatter = partial(make_collective, "reduce_scatter")  # Partial -> Shard(d
 AllToAll = partial(make_collective, "all_to_all")  # Shard(dim) -> Shard(to_dim)
 Permute = partial(make_collective, "permute")  # equal parts to other ranks, from layout `source` to layout `target`
 Shift = partial(make_collective, "shift")  # each local tensor to the rank `distance` further along the axes, in a ring
-Exchange = partial(make_collective, "exchange")  # row i of each local tensor (ranks, rows, …) to rank i
+Dispatch = partial(make_collective, "dispatch")  # so many of `rows` to each rank, in parts of `to_rows` in graphs
+Combine = partial(make_collective, "combine")  # the way back
 SliceToShard = partial(make_collective, "slice")  # Replicate -> Shard(dim)
 SliceVarying = partial(make_collective, "slice_varying")  # Varying -> Shard(dim)
 MarkVarying = partial(make_collective, "mark_varying")  # Replicate -> Varying

@@ -2,7 +2,7 @@
 
 from mindspore import dtype as mstype, nn, ops
 
-from mindformers_core.communication.collectives import SizedExchange, make_collective
+from mindformers_core.communication.collectives import Routing, make_collective
 from mindformers_core.communication.world import process_state
 from mindformers_core.hints import nearest
 from mindformers_core.layout import Layout
@@ -27,7 +27,7 @@ class _Shared(nn.Cell):
         super().__init__(auto_prefix=False)
         self.collective = collective
         self.with_one_dim_more = _WithOneDimMore(collective)
-        self.with_sizes = _WithSizes(collective) if isinstance(collective, SizedExchange) else None
+        self.with_sizes = _WithSizes(collective) if isinstance(collective, Routing) else None
 
     def __call__(self, x, *others):
         y = self.collective(x, *others)
@@ -58,7 +58,7 @@ class _WithOneDimMore(nn.Cell):
 
 
 class _WithSizes(_WithOneDimMore):
-    """Likewise an exchange of so many rows, see `RawCollective.construct`; as many go back with a gradient."""
+    """Likewise a `Routing`; as many rows go back with a gradient."""
 
     def construct(self, x, sizes):
         return ops.expand_dims(self.collective.forward(x, sizes), 0)

@@ -1,11 +1,15 @@
 """The local parts of collectives, without gradient and without communication: cuts, paddings, scales, identities."""
 
+import numpy as np
 from mindspore import Tensor, dtype as mstype, nn, ops
 from mindspore.ops import constexpr
+
+from mindformers_core.mindspore_private import outside_of_meta
 
 # unlike `ops.zeros_like` and `ops.pad` without branches, which a graph's backward can't always compile
 _ZEROS_LIKE = ops.ZerosLike()
 _PAD = ops.PadV3()
+_SCATTER = ops.TensorScatterElements()
 
 
 @constexpr
@@ -33,6 +37,47 @@ def pad_part(x, index, count, dim, fill):
     length = x.shape[dim]
     paddings = (0, 0) * (len(x.shape) - 1 - dim) + (index * length, (count - 1 - index) * length)
     return _PAD(x, paddings, ops.cast(fill, x.dtype))
+
+
+def parts_of_rows(x, counts, ranks, length):
+    """Parts of so many rows, at whose begin are as many of x (rows, …), in turn, as `counts` float32 (1, ranks) says.
+
+    Behind them are any.
+    """
+    places, _ = _places(counts, ranks, length)
+    return ops.gather(x, ops.reshape(ops.minimum(places, x.shape[0] - 1), (-1,)), 0)
+
+
+def rows_of_parts(x, counts, ranks, rows):
+    """The inverse: x (rows, …), of which those behind all counts are zeros."""
+    total = x.shape[0]
+    places, is_row = _places(counts, ranks, total // ranks)
+    places = ops.reshape(ops.where(is_row, places, rows), (-1,))
+    taken = _SCATTER(filled(rows + 1, total), places, first_numbers(total))[:rows]
+    found = ops.gather(x, ops.minimum(taken, total - 1), 0)
+    is_filled = ops.reshape(ops.less(taken, total), (-1, *[1] * (len(x.shape) - 1)))
+    return ops.where(is_filled, found, ops.cast(0, x.dtype))
+
+
+def _places(counts, ranks, length):
+    """For each row of each part (ranks, length) its place in turn; and whether there is such a row."""
+    counts = ops.cast(ops.reshape(counts, (ranks, 1)), mstype.int32)
+    numbers = ops.reshape(first_numbers(length), (1, length))
+    return ops.cumsum(counts, 0) - counts + numbers, ops.less(numbers, counts)
+
+
+@constexpr
+def first_numbers(count):
+    """0 … count - 1; `ops.arange` and its cast take CPU as long as a product of the numbers' rows."""
+    with outside_of_meta():
+        return Tensor(np.arange(count, dtype=np.int32))
+
+
+@constexpr
+def filled(count, value):
+    """An int32 tensor of so many."""
+    with outside_of_meta():
+        return Tensor(np.full(count, value, np.int32))
 
 
 class _Local(nn.Cell):

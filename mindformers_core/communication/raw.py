@@ -11,12 +11,13 @@ from its structure. So ranks differ in constants only, never in the operators of
 """
 
 from contextlib import nullcontext
+from itertools import accumulate, pairwise
 from math import prod
 
 from mindspore import dtype as mstype, nn, ops
 
 from mindformers_core.communication.counter import record
-from mindformers_core.communication.local import chunk
+from mindformers_core.communication.local import chunk, parts_of_rows, rows_of_parts
 from mindformers_core.communication.world import process_state, world
 from mindformers_core.redistribution.steps import ring, wire_bytes
 
@@ -27,7 +28,7 @@ class RawCollective(nn.Cell):
     """A collective of one group without gradient. A backend's subclass overrides the methods named as the kinds.
 
     Args:
-        kind: `all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all`, `permute` or `exchange`.
+        kind: `all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all`, `permute`, `dispatch` or `combine`.
         arguments: those of the kind's method after the tensor.
     """
 
@@ -35,6 +36,9 @@ class RawCollective(nn.Cell):
         super().__init__(auto_prefix=False)
         self.group, self.size, self.index = group, group.size, group.index
         self.kind, self.arguments = kind, arguments
+        self.routes = kind in ("dispatch", "combine")
+        if self.routes:  # the most rows that go from a rank to another one
+            self.most = arguments[kind == "dispatch"] // self.size
         self.sends, self.has_idle = True, False  # whether this place sends, and whether any doesn't
         if kind == "permute":  # its tables of all places are too long to show
             self.sends, self.has_idle = arguments[0][self.index] is not None, None in arguments[0]
@@ -45,24 +49,26 @@ class RawCollective(nn.Cell):
 
     def __call__(self, x, *sizes):
         if process_state().counters:
-            whole = prod(x.shape) * x.itemsize * (self.size if self.kind == "all_gather" else self.sends)
+            row = prod(x.shape[1:]) * x.itemsize
+            whole = row * max(self.arguments) if self.routes else prod(x.shape) * x.itemsize
+            whole *= self.size if self.kind == "all_gather" else self.sends
             sent = wire_bytes(self.kind, self.size, whole)
-            if self.kind == "exchange" and world().backend != "fake":
-                rows = sizes[0][0] if sizes else filled_rows(x)
-                sent = (sum(rows) - rows[self.index]) * x[0, 0].nbytes
+            if sizes and world().backend != "fake":
+                sent = (sum(sizes[0][0]) - sizes[0][0][self.index]) * row
             record(self.kind, self.group.axes, sent)
         return self.uncounted(x, *sizes)
 
     def uncounted(self, x, *sizes):
         """Run the collective without counting: for calls that are no part of the program.
 
-        `sizes`: of an exchange, if they are known: how many rows go to each place, and come from each, two lists.
+        `sizes`: of `dispatch` and `combine`: how many rows go to each place, and come from each, two lists.
 
         Raises:
             RuntimeError: the report of a hang: another rank has died, is late, or calls other collectives.
         """
         watch, group, error = process_state().watch, self.group, None
-        issued = self.kind, group.axes, group.ranks, x.shape, x.dtype, self.options, self.forward_places
+        shape = x.shape[1:] if sizes else x.shape  # ranks have as many rows as they are sent
+        issued = self.kind, group.axes, group.ranks, shape, x.dtype, self.options, self.forward_places
         with nullcontext(True) if watch is None else watch.recorder.issue(*issued) as agrees:
             try:
                 if agrees:
@@ -80,7 +86,11 @@ class RawCollective(nn.Cell):
 
     def eager(self, x, *sizes):
         """The collective in PyNative."""
-        return self._in_graph(x)
+        return ops.zeros((self.rows_of_result(*sizes[0]), *x.shape[1:]), x.dtype) if sizes else self._in_graph(x)
+
+    def rows_of_result(self, sent, received):
+        """Of a `dispatch` or `combine` in PyNative, see there."""
+        return max(1, sum(received)) if self.kind == "dispatch" else self.arguments[1]
 
     def construct(self, x, sizes=None):  # not by a function that takes a method: MindSpore drops its graph too early
         if x.dtype == mstype.complex64:
@@ -88,8 +98,10 @@ class RawCollective(nn.Cell):
         return self._in_graph(x, sizes)
 
     def _in_graph(self, x, sizes=None):
-        """The collective in a graph. `sizes`: of an exchange, float32 (2, ranks), as of `uncounted`."""
-        return getattr(self, self.kind)(x, *self.arguments)
+        """The collective in a graph. `sizes`: float32 (2, ranks), as of `uncounted`; None: of none, or in a dry run."""
+        if sizes is None:
+            return getattr(self, self.kind)(x, *self.arguments)
+        return getattr(self, self.kind)(x, *self.arguments, sizes)
 
     def all_reduce(self, x, op):
         """The reduction of all ranks' tensors. `op`: `sum`, `max` or `min`."""
@@ -107,9 +119,27 @@ class RawCollective(nn.Cell):
         """Part i of every rank's tensor along `to_dim`, on rank i; joined along `dim` in the group's order."""
         return ops.cat((chunk(x, self.index, self.size, to_dim),) * self.size, dim)
 
-    def exchange(self, x):
-        """Row i of every rank's tensor (ranks, rows, …), on rank i; in the group's order."""
-        return ops.reshape(self.all_to_all(ops.unsqueeze(x, 0), 0, 1), x.shape)
+    def dispatch(self, x, rows, to_rows, sizes=None):
+        """As many rows of a tensor (rows, …) as `sizes` says for each rank, first those for the first one.
+
+        In PyNative the result has those that came, in the order of ranks, or a row of zeros where none did. Shapes of
+        graphs are static: there it has `to_rows`, and those of rank i begin at row i * to_rows / ranks, behind which
+        are any.
+        """
+        if sizes is None:
+            return ops.zeros((to_rows, *x.shape[1:]), x.dtype)
+        return self._parts_exchanged(parts_of_rows(x, sizes[:1], self.size, self.most))
+
+    def combine(self, x, rows, to_rows, sizes=None):
+        """The way back, of what `dispatch` gives: (to_rows, …), of which those behind all that came are zeros."""
+        if sizes is None:
+            return ops.zeros((to_rows, *x.shape[1:]), x.dtype)
+        return rows_of_parts(self._parts_exchanged(x), sizes[1:], self.size, to_rows)
+
+    def _parts_exchanged(self, x):
+        """Part i of every rank's tensor, on rank i, in the group's order."""
+        parts = ops.reshape(x, (1, self.size, -1, *x.shape[1:]))
+        return ops.reshape(self.all_to_all(parts, 0, 1), x.shape)
 
     def permute(self, x, destinations, origins):
         """The tensor of another place: place i sends to place `destinations[i]`, and receives from `origins[i]`.
@@ -119,8 +149,14 @@ class RawCollective(nn.Cell):
         return x
 
 
-def filled_rows(x):
-    """For each part of a tensor (parts, rows, …) the number of its rows up to the last one that isn't all zeros."""
-    x = ops.cast(x, mstype.float32) if x.dtype == mstype.bfloat16 else x
-    filled = x.asnumpy().reshape(*x.shape[:2], -1).any(2)
-    return [int(row.size - row[::-1].argmax()) if row.any() else 0 for row in filled]
+def cut_rows(x, counts):
+    """For each of `counts` so many rows of a tensor in turn; None for 0."""
+    ends = [*accumulate(counts, initial=0)]
+    return [x[start:end] if end > start else None for start, end in pairwise(ends)]
+
+
+def joined_rows(parts, count, like):
+    """Parts that `cut_rows` gives, and zeros: `count` rows, of the dtype and other dims of a tensor."""
+    parts = [part for part in parts if part is not None]
+    missing = count - sum(map(len, parts))
+    return ops.cat([*parts, *[ops.zeros((missing, *like.shape[1:]), like.dtype)] * (missing > 0 or not parts)], 0)

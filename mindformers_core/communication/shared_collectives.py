@@ -131,22 +131,24 @@ class SharedGroup:
                 memory.reshape(1, -1)[piece] = found[origin]
         return [tensor for tensor, _ in made]
 
-    def exchange_rows(self, x, sent, received):
-        """Row i of every rank's tensor (places, rows, …), of any dtype, for place i; zeros behind its rows.
+    def exchange_rows(self, x, sent, received, count, most):
+        """Rows of tensors (rows, …) of any dtype, first those for place 0: `count` ones, the last of them zeros.
 
         Args:
             sent, received: how many rows go to each place, and come from each.
+            count: rows of the result.
+            most: that go from a rank to another one, alike on all ranks.
         """
-        result, memory = empty_tensor(x.dtype, x.shape)
-        source, target = (each.reshape(self.size, -1) for each in (as_bytes(x), memory))
-        size, call = source.shape[1] // x.shape[1], f"exchange {x.dtype} {x.shape}"
-        for _, piece in _pieces((1, source.shape[1]), self.slot_size):
-            parts = {place: row[piece][: max(0, sent[place] * size - piece.start)] for place, row in enumerate(source)}
-            parts[self.index] = source[self.index, piece]
-            for place, part in enumerate(self._traded(parts, call)):
-                count = max(0, received[place] * size - piece.start)
-                target[place, piece][:count] = part[:count]
-                target[place, piece][count:] = 0
+        result, memory = empty_tensor(x.dtype, (count, *x.shape[1:]))
+        row, call = x.nbytes // x.shape[0], f"exchange {x.dtype} {most} {x.shape[1:]}"
+        sources, targets = (
+            np.split(array, np.cumsum(counts) * row)[:-1] for array, counts in ((as_bytes(x), sent), (memory, received))
+        )
+        memory[sum(received) * row :] = 0
+        for _, piece in _pieces((1, most * row), self.slot_size):
+            parts, wanted = ([array[piece] for array in arrays] for arrays in (sources, targets))
+            for target, part in zip(wanted, self._traded(dict(enumerate(parts)), call, wanted)):
+                target[:] = part
         return result
 
     def _share(self, mine, targets, call):
@@ -155,13 +157,17 @@ class SharedGroup:
         for half, target in zip(self._barrier(call), targets, strict=True):
             target[:] = mine if half is None else _slot(half, 0, target)
 
-    def _traded(self, parts, call):
-        """Arrays of all ranks for this one, to be read before the next barrier; `parts` are for some places, or all."""
+    def _traded(self, parts, call, likes=None):
+        """Arrays of all ranks for this one, to be read before the next barrier; `parts` are for some places, or all.
+
+        `likes`: arrays of the shapes of those from each place. Default: all have one.
+        """
         for place, part in parts.items():
             if place != self.index:
                 _slot(self._half(), place * self.slot_size, part)[:] = part
         start, mine = self.index * self.slot_size, parts.get(self.index, part)  # none for itself, of none from itself
-        return [mine if half is None else _slot(half, start, mine) for half in self._barrier(call)]
+        halves = zip(self._barrier(call), likes or [mine] * self.size)
+        return [mine if half is None else _slot(half, start, like) for half, like in halves]
 
     def _add(self, parts, total, call):
         """Reduce-scatter: fill `total` with the sum of all ranks' parts for this rank; `parts` are for all."""
@@ -249,44 +255,49 @@ class BySegments(nn.Cell):
 
 
 class RowsBySegments(nn.Cell):
-    """An exchange in a graph of so many rows of a tensor (ranks, rows, …), behind which are zeros.
+    """`dispatch` and `combine` in a graph, see `RawCollective`; behind a rank's rows are zeros.
 
     Each place's rows have a segment, from which it reads them; so has a rank's own part, which is then no input of
     `read`: MindSpore copies all inputs of functions of Python.
 
     Args:
         shared, reduce: as of `BySegments`.
+        kind, rows, to_rows: of the collective, and of its tensors before and after.
     """
 
-    def __init__(self, shared, reduce):
+    def __init__(self, shared, reduce, kind, rows, to_rows):
         super().__init__(auto_prefix=False)
-        index, size = shared.index, shared.size
+        index, size, is_first = shared.index, shared.size, kind == "dispatch"
         self.reduce = reduce
+
+        def parts(x, counts, in_turn):
+            """The rows of each place, and those behind them."""
+            counts = counts.astype(int)
+            starts = counts.cumsum() - counts if in_turn else np.arange(size) * (len(x) // size)
+            ends = zip(starts + counts, [*starts[1:], len(x)])
+            return [(x[start:filled], x[filled:end]) for start, (filled, end) in zip(starts, ends)]
 
         def write(x, sizes):
             pages = np.zeros((size, size), np.float32)
-            for place in range(size):
-                rows = np.ascontiguousarray(x[place, : int(sizes[0, place])]).reshape(-1).view(np.uint8)
-                pages[index, place] = shared.segments.write([rows], (place,)) // PAGE
+            for place, (filled, _) in enumerate(parts(x, sizes[0], is_first)):
+                filled = np.ascontiguousarray(filled).reshape(-1).view(np.uint8)
+                pages[index, place] = shared.segments.write([filled], (place,)) // PAGE
             return pages
 
-        def read(pages, sizes, rows, row):
-            result = np.empty((size, *rows.shape, *row.shape[2:]), row.dtype)
-            for place, memory in enumerate(shared.reserved):
-                offset, filled = int(pages[place, index]) * PAGE, result[place, : int(sizes[1, place])]
+        def read(pages, sizes, row):
+            result = np.empty((to_rows, *row.shape[1:]), row.dtype)
+            for place, (filled, others) in enumerate(parts(result, sizes[1], not is_first)):
+                offset, memory = int(pages[place, index]) * PAGE, shared.reserved[place]
                 filled[:] = segment_like(memory, offset, filled)
                 free_segment(memory, offset, index)
-                result[place, len(filled) :] = 0
+                others[:] = 0
             return result
 
         self.write = ops.Custom(write, lambda *_: [size, size], lambda *_: mstype.float32, "pyfunc")
-        self.read = ops.Custom(
-            read, lambda _, __, rows, row: [size, *rows, *row[2:]], lambda *dtypes: dtypes[3], "pyfunc"
-        )
+        self.read = ops.Custom(read, lambda _, __, row: [to_rows, *row[1:]], lambda *dtypes: dtypes[2], "pyfunc")
 
     def construct(self, x, sizes):
-        rows = ops.reshape(x, (-1,))[: x.shape[1]]  # one run of memory: slices of many take as long as what is sent
-        return self.read(self.reduce(self.write(x, sizes)), sizes, rows, x[:1, :1])
+        return self.read(self.reduce(self.write(x, sizes)), sizes, x[:1])
 
 
 def join_memory(index, connections):

@@ -9,7 +9,7 @@ import mindspore as ms
 from mindspore import Parameter, nn, ops
 from mindspore.common.initializer import Normal, initializer
 
-from mindformers_core.algorithms.experts import first_numbers
+from mindformers_core.communication.local import first_numbers
 from mindformers_core.hints import nearest
 from mindformers_core.layout import layout
 from mindformers_core.ranges import bounded, check_fields

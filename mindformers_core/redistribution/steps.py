@@ -74,7 +74,8 @@ STEP_KINDS = {
     "view": StepKind("", "", "view", "view", ("local_shape", "output_shape")),
     "shift": StepKind("", "", "permute", "permute", ("distance",), hint="shifted"),
     "shift_some": StepKind("", "", "permute", "permute", ("distance", "givers"), hint="shifted"),
-    "exchange": StepKind("", "", "exchange", "exchange", hint="exchanged"),
+    "dispatch": StepKind("", "", "dispatch", "combine", ("rows", "to_rows"), hint="dispatched"),
+    "combine": StepKind("", "", "combine", "dispatch", ("rows", "to_rows"), hint="combined"),
 }
 
 # Of each collective: how often a rank sends in turn, and how many n-ths of the *larger* of its input and output leave a
@@ -83,18 +84,20 @@ COLLECTIVES = {
     **dict.fromkeys(("all_gather", "reduce_scatter", "all_to_all"), (lambda n: n - 1, lambda n: n - 1)),
     "all_reduce": (lambda n: 2 * (n - 1), lambda n: 2 * (n - 1)),
     "permute": (lambda n: 1, lambda n: n),
-    # an all-to-all without the zeros behind each rank's rows, where one n-th is filled: choices of experts, if balanced
-    "exchange": (lambda n: n - 1, lambda n: (n - 1) / n),
+    # an all-to-all without what is behind each rank's rows, where one n-th is filled: choices of experts, if balanced
+    **dict.fromkeys(("dispatch", "combine"), (lambda n: n - 1, lambda n: (n - 1) / n)),
 }
-# The same of backends that carry some of them in other ways. Devices exchange all rows, since shapes are static. A
-# graph on CPU has sums of floats alone: an all-gather is the sum of buffers as large as its result, and what goes from
-# rank to rank is first gathered by all.
+# The same of backends that carry some of them in other ways. Graphs of devices exchange all rows, since shapes are
+# static. A graph on CPU has sums of floats alone: an all-gather is the sum of buffers as large as its result, and what
+# goes from rank to rank is first gathered by all.
 CARRIED = {
-    "native": COLLECTIVES | {"exchange": COLLECTIVES["all_to_all"]},
+    "native": COLLECTIVES | dict.fromkeys(("dispatch", "combine"), COLLECTIVES["all_to_all"]),
     "cpu": COLLECTIVES,
     "cpu graph": COLLECTIVES
     | dict.fromkeys(("all_gather", "reduce_scatter"), COLLECTIVES["all_reduce"])
-    | dict.fromkeys(("all_to_all", "permute", "exchange"), (lambda n: 2 * (n - 1), lambda n: 2 * (n - 1) * n)),
+    | dict.fromkeys(
+        ("all_to_all", "permute", "dispatch", "combine"), (lambda n: 2 * (n - 1), lambda n: 2 * (n - 1) * n)
+    ),
 }
 
 
@@ -138,7 +141,7 @@ class Step:
         target: layout after.
         shape: shape of the global tensor before.
         itemsize: bytes of one element that is sent.
-        to_shape: shape of the global tensor after a view; None for others, which keep it.
+        to_shape: shape of the global tensor after a view, a dispatch, or a combine; None for others, which keep it.
         distance: by how many places of the group a shift moves tensors; None for others.
         givers: the places of the group whose tensors a `shift_some` moves; None for others.
     """
@@ -170,6 +173,16 @@ class Step:
     def output_shape(self):
         """Shape of the local tensor after."""
         return self.target.local_shape(self.to_shape or self.shape)
+
+    @property
+    def rows(self):
+        """Length of the local tensor before."""
+        return self.local_shape[0]
+
+    @property
+    def to_rows(self):
+        """Length of the local tensor after."""
+        return self.output_shape[0]
 
     @property
     def whole(self):
@@ -252,9 +265,12 @@ def shift_step(mesh, axes, distance, local_shape, dtype, givers=None):
     return Step(kind, tuple(axes), *known)
 
 
-def exchange_step(mesh, axes, local_shape, dtype):
-    """The `Step` in which rank i of a group gets row i of each rank's local tensor (ranks, rows, …), in their order.
+def routing_step(kind, mesh, axes, local_shape, dtype, to_rows):
+    """The `Step` in which each rank of a group gets as many rows (rows, …) of every rank as data say.
 
-    Takes the same as `shift_step`. Zeros behind the last row that isn't zero needn't be sent.
+    Args:
+        kind: `dispatch`, or `combine`, which takes its rows back.
+        mesh, axes, local_shape, dtype: as of `shift_step`.
+        to_rows: length of a rank's tensor after it.
     """
-    return replace(shift_step(mesh, axes, None, local_shape, dtype), kind="exchange")
+    return replace(shift_step(mesh, axes, None, local_shape, dtype), kind=kind, to_shape=(to_rows, *local_shape[1:]))

@@ -6,7 +6,6 @@ rank may choose the experts of one other rank for all its tokens, unless experts
 """
 
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 from mindspore import Tensor, ops
@@ -70,7 +69,7 @@ def own_experts(operator, args, context):
     """The experts of a rank, for its own tokens, or for the choices of all ranks that have other tokens."""
     x, ids, weights, gate_up, down, *biases, activation, capacity = args
     axes, rows = context.layouts[3].axes[0], context.layouts[0].cut_axes
-    joint, own = tuple(axis for axis in axes if axis in rows), gate_up.shape[0]
+    joint, own = tuple(axis for axis in axes if axis in rows and context.mesh.axis_size(axis) > 1), gate_up.shape[0]
     owners = _owners(context, axes, joint, own)
     if not joint:
         local = ops.gather(Tensor(owners[1]), ids + 1, 0)
@@ -87,12 +86,12 @@ def own_experts(operator, args, context):
             f"numbers of rows go up to: give a capacity, or a smaller batch than x {tuple(x.shape)} on a rank"
         )
     taken, back, local = _places(choices, Tensor(owners), context.count, most, capacity)
-    there, home, local = _sizes(local, _exchanged(context, local))
-    move = context.exchanged if capacity is None else partial(_exchanged, context)  # with few zeros, or with many
-    given = move(ops.gather(tokens, taken // each, 0), there)  # where there is no choice, any
-    found = _rows(ops.reshape(given, (-1, x.shape[-1])), local, gate_up, down, *biases, activation)
-    found = ops.reshape(move(ops.reshape(found, given.shape), home), (-1, x.shape[-1]))
-    rows = found.shape[0]
+    there, home, local = _sizes(local, _exchanged(context, local), capacity is None)
+    rows, given = taken.shape[0], ops.gather(tokens, taken // each, 0)  # in the place of no choice, any
+    given = context.dispatched(given, most, there) if capacity is None else _exchanged(context, given)
+    found = _rows(given, local, gate_up, down, *biases, activation)
+    found = ops.reshape(found, (-1, x.shape[-1]))
+    found = context.combined_rows(found, rows, most, home) if capacity is None else _exchanged(context, found)
     weights = ops.reshape(weights, back.shape)
     weights = weights * ops.cast(ops.less(back, rows), weights.dtype)  # 0 where a choice was not sent
     found = ops.gather(found, ops.minimum(back, rows - 1), 0)
@@ -114,11 +113,11 @@ def _owners(context, axes, joint, own):
     return np.hstack([none, np.where(here, [owner, np.arange(count) % own], none)]).astype(np.int32)
 
 
-def _exchanged(context, x, _=None):
-    """Rows (ranks, n, …) for every rank, as every rank has sent them: all, whatever their sizes."""
-    cut, others = context.axes, [()] * (x.ndim - 1)
-    source, target = Layout.on(context.mesh, [cut, (), *others]), Layout.on(context.mesh, [(), cut, *others])
-    return ops.reshape(context.redistribute(ops.expand_dims(x, 0), source, target), x.shape)
+def _exchanged(context, x):
+    """As many rows for every rank, as every rank has sent them."""
+    others = [()] * (x.ndim - 1)
+    source, target = (Layout.on(context.mesh, [*dims, *others]) for dims in ((context.axes, ()), ((), context.axes)))
+    return ops.reshape(context.redistribute(ops.reshape(x, (1, *x.shape)), source, target), x.shape)
 
 
 register_algorithm(

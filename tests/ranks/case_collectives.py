@@ -67,18 +67,6 @@ def permute(axes):
     return comm.Permute(MESH, axes, Layout.on(MESH, (axes, ())), Layout.on(MESH, (axes[::-1], ())))
 
 
-def rows_of_places(axes):
-    """A row of the tensor for each rank."""
-    shape = MESH.axis_size(*axes), -1, SHAPE[1]
-    return ms.nn.SequentialCell(
-        comm.View(MESH, axes, SHAPE, shape), comm.Exchange(MESH, axes), comm.View(MESH, axes, shape, SHAPE)
-    )
-
-
-def exchanged(xs):
-    return [np.concatenate(rows) for rows in zip(*[np.split(x, len(xs)) for x in xs])]
-
-
 AVERAGE = pair("ToPartial", "to_partial", "avg")
 PAIRS = {
     "all_reduce sum": pair("AllReduce", "all_reduce"),
@@ -95,7 +83,6 @@ PAIRS = {
     "reduce_scatter min": pair("ReduceScatter", "reduce_scatter", "min", dim=1),
     "permute": Pair(permute, reordered, backward_of(reordered)),
     "shift": Pair(lambda axes: comm.Shift(MESH, axes, 1), shifted(1), backward_of(shifted(-1))),
-    "exchange": Pair(rows_of_places, exchanged, backward_of(exchanged)),
     "all_to_all": pair("AllToAll", "all_to_all", dim=0, to_dim=1),
     "slice": pair("SliceToShard", "slice", dim=1),
     "slice_varying": pair("SliceVarying", "slice_varying", dim=0),

@@ -8,6 +8,7 @@ import pytest
 from mindspore import ops
 from support.launch import on_ranks
 from support.message_tensors import bits_of
+from support.routed_rows import routed_rows
 
 from mindformers_core import communication as comm
 from mindformers_core.communication import shared_collectives, world
@@ -17,6 +18,7 @@ from mindformers_core.communication.world import process_state
 from mindformers_core.mesh import init_device_mesh
 
 SHAPE = (8, 64, 1000)  # 2 MB
+TOTAL, MOST = 160, 50  # rows that a rank has for all, and for one
 
 
 def barriers(group):
@@ -176,35 +178,40 @@ def case_other_calls_are_an_error_that_names_them():
 
 
 @on_ranks(4)
-def case_an_exchange_in_a_graph_sends_as_many_rows_as_there_are():
-    """Forward and backward, of sizes that are data; behind them are zeros, and nothing is sent of what a tensor has."""
-    mesh = init_device_mesh((4,), ("dp",))
-    group, me, shape = make_group(mesh, ("dp",)), world().rank, (4, 50, 3, 200)
-    cell, offsets = communicator(mesh).make("exchange", ("dp",)), []
-    segments = shared_collectives.shared_group(group).segments
+def case_as_many_rows_as_data_say_go_to_ranks_and_back():
+    """`dispatch` and `combine`, each the gradient of the other, small and large, eager and compiled; bytes."""
+    mesh, me = init_device_mesh((4,), ("dp",)), world().rank
+    dispatch, combine = (
+        communicator(mesh).make(kind, ("dp",), rows=rows, to_rows=to_rows)
+        for kind, rows, to_rows in (("dispatch", TOTAL, 4 * MOST), ("combine", 4 * MOST, TOTAL))
+    )
+    segments, written = shared_collectives.shared_group(make_group(mesh, ("dp",))).segments, []
     write = segments.write
-    segments.write = lambda pieces, readers: offsets.append(sum(map(len, pieces))) or write(pieces, readers)
+    segments.write = lambda pieces, readers: written.append(sum(map(len, pieces))) or write(pieces, readers)
 
-    @ms.jit
-    def exchange(x, sizes):
-        return cell(x, sizes)
+    def both(x, y, sizes, home):
+        return dispatch(x, sizes), combine(y, home)
 
-    def weighted(x, sizes, slopes):
-        return ops.sum(cell(x, sizes) * slopes)
+    def total(x, y, sizes, home, of_there, of_back):
+        there, back = both(x, y, sizes, home)
+        return ops.sum(there * of_there) + ops.sum(back * of_back)
 
-    @ms.jit
-    def gradient_of(*given):
-        return ms.grad(weighted)(*given)
+    def gradients(*given):
+        return ms.grad(total, (0, 1))(*given)
 
-    for seed, most in ((0, 51), (1, 51), (2, 1)):  # the last one: nothing at all
-        random = np.random.default_rng(seed)
-        counts, xs, slopes = random.integers(0, most, (4, 4)), *random.normal(size=(2, 4, *shape)).astype(np.float32)
-        sizes = np.stack((counts[me], counts[:, me]))
-        kept, sent = (np.arange(50).reshape(50, 1, 1) < each.reshape(4, 1, 1, 1) for each in (sizes[1], sizes[0]))
-        given = ms.Tensor(xs[me]), ms.Tensor(sizes.astype(np.int32))
-        offsets.clear()
-        np.testing.assert_array_equal(exchange(*given).asnumpy(), xs[:, me] * kept)
-        assert offsets == [count * 4 * 3 * 200 for count in counts[me]]
-        gradient = gradient_of(*given, ms.Tensor(slopes[me]))
-        np.testing.assert_array_equal(gradient.asnumpy(), slopes[:, me] * sent)
+    compiled = ms.jit(both), ms.jit(gradients)
+    for jit, others, (seed, most) in product((False, True), ((3, 200), (5,)), ((0, 41), (1, 41), (2, 1))):
+        counts = np.random.default_rng(seed).integers(0, most, (4, 4))  # the last ones: nothing at all
+        x, y, there, back, rows_of = routed_rows(me, counts, others, TOTAL, MOST if jit else None)
+        sizes = np.stack((counts[me], counts[:, me])).astype(np.int32)
+        given = [*map(ms.Tensor, (x, y, sizes, sizes[::-1].copy()))]
+        written.clear()
+        forward, backward = compiled if jit else (both, gradients)
+        found, gradient = forward(*given), backward(*given, ms.Tensor(y), ms.Tensor(x))
+        for gone, come in (found, gradient[::-1]):  # which are what the other one gives
+            for rows, truth in zip(rows_of(gone.asnumpy()), there, strict=True):
+                np.testing.assert_array_equal(rows, truth)
+            np.testing.assert_array_equal(come.asnumpy(), back)
+        if jit and others == (3, 200):
+            assert sorted(written) == sorted([count * 4 * 3 * 200 for count in (*counts[me], *counts[:, me])] * 2)
     segments.write = write

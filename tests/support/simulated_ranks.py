@@ -100,8 +100,6 @@ def forward(step, ranks, x):
         "all_reduce": (step.op,),
         "reduce_scatter": (dim, step.op),
     }
-    if kind == "exchange":
-        return exchange("exchange", x)
     if kind in ("permute", "shift"):
         return exchange("permute", x, *_places(step, ranks))
     if kind.removesuffix("_varying") in sent:
@@ -127,8 +125,8 @@ def backward(step, ranks, g, x):
         return [np.split(part, n, dim)[index] for index, part in enumerate(g)]
     if kind == "all_gather_varying":
         return np.split(sum(g), n, dim)
-    if kind in ("all_to_all", "exchange"):
-        return exchange(kind, g, *[each for each in (step.to_dim, dim) if each is not None])
+    if kind == "all_to_all":
+        return exchange(kind, g, step.to_dim, dim)
     if kind in ("permute", "shift"):
         return [g[place] for place in _places(step, ranks)[0]]
     if kind in ("all_reduce", "reduce_scatter"):

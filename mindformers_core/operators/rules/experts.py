@@ -125,10 +125,11 @@ def expert_operations(sizes):
 
 def expert_places(ids, owners, ranks, most, capacity):
     """The `Signature` of an inner operator of its algorithm, `places_of_choices`: all is whole, and is one rank's."""
-    return whole_signature(tensors_in((ids, owners)), ((ranks, most), ids.shape, (ranks, most)))
+    rows = prod(ids.shape) if capacity is None else ranks * most
+    return whole_signature(tensors_in((ids, owners)), ((rows,), ids.shape, (ranks, most)))
 
 
-def expert_sizes(sent, received):
+def expert_sizes(sent, received, in_turn):
     """Likewise of `sizes_of_rows`."""
     return whole_signature((sent, received), (*((2, sent.shape[0]),) * 2, (prod(sent.shape), 1)))
 
