@@ -200,7 +200,7 @@ def test_rows_are_numbered():
     plan = {"": {"input": dict.fromkeys(("hidden_states", "ids", "weights"), layout("dp"))}}
     with rank_of(2, 0):
         assert "dispatch" in planned(2**20).source.text
-        with pytest.raises(ValueError, match="room for 536870912 rows of each of 2 ranks is more than 1073741824 rows"):
+        with pytest.raises(ValueError, match="room for 536870912 rows of each of 2 ranks is more than 16777216 rows"):
             planned(2**28)
 
 

@@ -50,14 +50,8 @@ class CpuCollective(raw.RawCollective):
     def by_segments(self):
         """This collective for large tensors in graphs; None where ranks are on several hosts, or too many."""
         shared = shared_group(self.group) if self.size <= MOST_READERS else None  # all ranks compile the same graph
-        return shared and BySegments(shared, self.kind, self.arguments, self.sum.reduce)
-
-    @cached_property
-    def rows_by_segments(self):
-        """Likewise `dispatch` and `combine`."""
-        return self.by_segments and RowsBySegments(
-            shared_group(self.group), self.sum.reduce, self.kind, *self.arguments
-        )
+        made = RowsBySegments if self.routes else BySegments
+        return shared and made(shared, self.sum.reduce, self.kind, *self.arguments)
 
     def _in_graph(self, x, sizes=None):
         if x.dtype == mstype.bfloat16:  # which few operators of CPU take, and no function of Python
@@ -65,9 +59,9 @@ class CpuCollective(raw.RawCollective):
         return self._exact(x, sizes)
 
     def _exact(self, x, sizes):
-        if self.routes and sizes is not None:
-            if self._routes_much(x) and self.rows_by_segments is not None:
-                return self.rows_by_segments(x, sizes)
+        if self.routes:
+            if self._routes_much(x) and self.by_segments is not None:
+                return self.by_segments(x, sizes)
             return getattr(self, self.kind)(x, *self.arguments, sizes)
         if _is_large(x.shape, x.itemsize) and self.by_segments is not None:
             return self.by_segments(x)
@@ -122,13 +116,12 @@ class CpuCollective(raw.RawCollective):
         for to in sorted(range(self.size), key=lambda to: (to - self.index) % self.size)[1:]:
             if sent[to]:
                 _send(found[to], to, self.group)
-        for origin, rows in enumerate(received):
+        for origin, come in enumerate(received):
             if origin != self.index:
-                found[origin] = _receive(ops.zeros((rows, *x.shape[1:]), x.dtype), origin, self.group) if rows else None
+                found[origin] = _receive(ops.zeros((come, *x.shape[1:]), x.dtype), origin, self.group) if come else None
         return raw.joined_rows(found, count, x)
 
-    def eager_combine(self, *given):
-        return self.eager_dispatch(*given)
+    eager_combine = eager_dispatch
 
     def permute(self, x, destinations, origins):
         found = self.all_gather(ops.unsqueeze(x, 0), 0)

@@ -43,8 +43,7 @@ class NativeCollective(raw.RawCollective):
 
     def eager(self, x, *sizes):
         if sizes:
-            found = (self._rows_by_messages if self.by_messages else self._rows_at_once)(x, *sizes[0])
-            return raw.joined_rows(found, self.rows_of_result(*sizes[0]), x)
+            return (self._rows_by_messages if self.by_messages else self._rows_at_once)(x, *sizes[0])
         return getattr(self, f"eager_{self.kind}" if self.by_messages else self.kind)(x, *self.arguments)
 
     def all_reduce(self, x, op):
@@ -75,14 +74,11 @@ class NativeCollective(raw.RawCollective):
         return ops.cat(received, dim)
 
     def _rows_at_once(self, x, sent, received):
-        """The rows that come from each place, by an operator of Ascend."""
-        parts = raw.cut_rows(x, sent)
-        sent, received = ([counts[part] for part in self.parts] for counts in (sent, received))
-        given = raw.joined_rows([parts[part] for part in self.parts], sum(sent), x)
-        result = ops.zeros((sum(received), *x.shape[1:]), x.dtype)
-        distributed.all_to_all_single(result, given, received, sent, self.group.name)
-        found = raw.cut_rows(result, received)
-        return [found[place] for place in self.places]
+        """As many rows as there are, by an operator of Ascend; its tensors have a row where they have none."""
+        theirs, ours = ([counts[part] for part in self.parts] for counts in (sent, received))
+        result = ops.zeros((self.rows_of_result(sent, received), *x.shape[1:]), x.dtype)
+        distributed.all_to_all_single(result, _in_turn(x, sent, self.parts), ours, theirs, self.group.name)
+        return _in_turn(result, ours, self.places)
 
     def _rows_by_messages(self, x, sent, received):
         """Likewise, where there is none."""
@@ -92,7 +88,7 @@ class NativeCollective(raw.RawCollective):
             to, origin = to[self.index], origins[self.index]
             shape = (received[origin], *x.shape[1:]) if received[origin] else None
             found[origin] = self._passed(parts[to], to, shape, x.dtype, origins)
-        return found
+        return raw.joined_rows(found, self.rows_of_result(sent, received), x)
 
     def permute(self, x, destinations, origins):
         to, origin = self.whole_ring[0][self.index], self.whole_ring[1][self.index]
@@ -136,3 +132,11 @@ def _reordered(x, order, dim):
     if order == tuple(range(len(order))):
         return x
     return ops.cat(tuple([chunk(x, part, len(order), dim) for part in order]), dim)
+
+
+def _in_turn(x, counts, order):
+    """The rows of places, as many as `counts` says, in another order of places; behind them any."""
+    if order == tuple(range(len(order))):
+        return x
+    parts = raw.cut_rows(x, counts)
+    return raw.joined_rows([parts[place] for place in order], x.shape[0], x)

@@ -176,7 +176,8 @@ ReduceScatter = partial(make_collective, "reduce_scatter")  # Partial -> Shard(d
 AllToAll = partial(make_collective, "all_to_all")  # Shard(dim) -> Shard(to_dim)
 Permute = partial(make_collective, "permute")  # equal parts to other ranks, from layout `source` to layout `target`
 Shift = partial(make_collective, "shift")  # each local tensor to the rank `distance` further along the axes, in a ring
-Dispatch = partial(make_collective, "dispatch")  # so many of `rows` to each rank, in parts of `to_rows` in graphs
+# Of `rows` as many to each rank as `sizes` says, which is given, too; of several ranks, in graphs by a `Communicator`.
+Dispatch = partial(make_collective, "dispatch")  # into `to_rows`, in graphs as many for each rank
 Combine = partial(make_collective, "combine")  # the way back
 SliceToShard = partial(make_collective, "slice")  # Replicate -> Shard(dim)
 SliceVarying = partial(make_collective, "slice_varying")  # Varying -> Shard(dim)

@@ -38,7 +38,8 @@ class _Shared(nn.Cell):
 
     def construct(self, x, sizes=None):
         if x.dtype in mstype.int_type + mstype.uint_type:  # MindSpore can't compile their gradients
-            return self.collective.forward(ops.stop_gradient(x))
+            x = ops.stop_gradient(x)
+            return self.collective.forward(x) if sizes is None else self.collective.forward(x, sizes)
         y = self.with_one_dim_more(x) if sizes is None else self.with_sizes(x, ops.cast(sizes, mstype.float32))
         return ops.reshape(y, y.shape[1:])
 

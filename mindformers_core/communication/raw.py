@@ -1,10 +1,9 @@
 """Collectives without gradient, one tensor in and one out: the base of all backends, and the backend of dry runs.
 
-CPU can do more in PyNative than in a graph: `@ms.jit` compiles `construct`, while PyNative calls the Cell and so runs
-`eager`. In the other backends, `eager` is `construct`.
+PyNative, which calls the Cell and so runs `eager`, can do more than a graph: `@ms.jit` compiles `construct`.
 
 In a dry run nothing is sent: a result has the right shape and dtype, as if all ranks of the group held this rank's
-tensor, summed or gathered; values mean nothing. Works on MindSpore's meta device.
+tensor, summed or gathered, but zeros of `dispatch` and `combine`; values mean nothing. It works on the meta device.
 
 Every rank must compile the same graph: MindSpore runs a graph's collectives one after another in an order that follows
 from its structure. So ranks differ in constants only, never in the operators of their graphs.
@@ -50,7 +49,7 @@ class RawCollective(nn.Cell):
     def __call__(self, x, *sizes):
         if process_state().counters:
             row = prod(x.shape[1:]) * x.itemsize
-            whole = row * max(self.arguments) if self.routes else prod(x.shape) * x.itemsize
+            whole = row * self.arguments[self.kind == "combine"] if self.routes else prod(x.shape) * x.itemsize
             whole *= self.size if self.kind == "all_gather" else self.sends
             sent = wire_bytes(self.kind, self.size, whole)
             if sizes and world().backend != "fake":
@@ -67,6 +66,10 @@ class RawCollective(nn.Cell):
             RuntimeError: the report of a hang: another rank has died, is late, or calls other collectives.
         """
         watch, group, error = process_state().watch, self.group, None
+        if self.routes and not sizes and world().backend != "fake":
+            raise TypeError(
+                f"{self.kind} over {group} also takes sizes: how many rows go to each rank, and come from each"
+            )
         shape = x.shape[1:] if sizes else x.shape  # ranks have as many rows as they are sent
         issued = self.kind, group.axes, group.ranks, shape, x.dtype, self.options, self.forward_places
         with nullcontext(True) if watch is None else watch.recorder.issue(*issued) as agrees:

@@ -217,11 +217,11 @@ class BySegments(nn.Cell):
 
     Args:
         shared: the `SharedGroup` of its ranks.
-        kind, arguments: as of `RawCollective`.
         reduce: MindSpore's all-reduce sum of these ranks.
+        kind, arguments: as of `RawCollective`.
     """
 
-    def __init__(self, shared, kind, arguments, reduce):
+    def __init__(self, shared, reduce, kind, *arguments):
         super().__init__(auto_prefix=False)
         index, size, others = shared.index, shared.size, shared.connections.keys()
         self.reduce = reduce
@@ -262,7 +262,7 @@ class RowsBySegments(nn.Cell):
 
     Args:
         shared, reduce: as of `BySegments`.
-        kind, rows, to_rows: of the collective, and of its tensors before and after.
+        kind, rows, to_rows: of the collective, and lengths of its tensors before and after.
     """
 
     def __init__(self, shared, reduce, kind, rows, to_rows):

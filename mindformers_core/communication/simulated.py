@@ -175,7 +175,7 @@ class SimulatedCollective(RawCollective):
         for part, rows in zip(parts, np.split(array, np.cumsum(sent))):
             part[: len(rows)] = rows
         here, result = world(), np.zeros((self.rows_of_result(sent, received), *array.shape[1:]), array.dtype)
-        found = here.ranks.meet(here.rank, self.group, "exchange", (), parts)
+        found = here.ranks.meet(here.rank, self.group, self.kind, self.arguments, parts)
         result[: sum(received)] = np.concatenate([part[:count] for part, count in zip(found, received)])
         return result
 

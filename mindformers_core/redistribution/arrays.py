@@ -27,8 +27,8 @@ def exchanged(kind, tensors, place, *arguments):
     """The result of a collective on one rank of a group.
 
     Args:
-        kind: `all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all`, `permute` or `exchange`.
-        tensors: the inputs of all ranks, NumPy arrays.
+        kind: `all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all`, `permute`, `dispatch` or `combine`.
+        tensors: the inputs of all ranks, NumPy arrays; of `dispatch` and `combine` a row for each rank, of its rows.
         place: of the rank in the group.
         arguments: `op`; `dim`; `dim, op`; `dim, to_dim`; `destinations, origins`, for every place of the group the
             place that its tensor goes to, and the one that its result comes from; None: none, and zeros.
@@ -45,7 +45,9 @@ _EXCHANGES = {
     "all_gather": lambda tensors, _, dim: np.concatenate(tensors, dim),
     "reduce_scatter": lambda tensors, place, dim, op: reduce_arrays(_parts(tensors, place, dim), op),
     "all_to_all": lambda tensors, place, dim, to_dim: np.concatenate(_parts(tensors, place, to_dim), dim),
-    "exchange": lambda tensors, place: np.stack([tensor[place] for tensor in tensors]),
+    **dict.fromkeys(
+        ("dispatch", "combine"), lambda tensors, place, *_: np.stack([tensor[place] for tensor in tensors])
+    ),
     "permute": lambda tensors, place, _, origins: (
         np.zeros_like(tensors[0]) if origins[place] is None else tensors[origins[place]]
     ),

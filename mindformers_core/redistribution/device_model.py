@@ -39,8 +39,8 @@ class DeviceModel:
         memory: bytes of a device's memory. Default: any number.
         memory_bandwidth: bytes that a device reads or writes in a second. Default: any number.
         operator_launch: seconds that any operator takes, however small. Default: 0.
-        backend: which one carries the collectives, a key of `CARRIED`: `"native"` (HCCL, NCCL), `"cpu"` (PyNative), or
-            `"cpu graph"` (under `@ms.jit`). Default: `"native"`.
+        backend: which one carries the collectives, a key of `CARRIED`: `"native"` (HCCL, NCCL) or `"cpu"`, in
+            PyNative; `"native graph"` or `"cpu graph"`, under `@ms.jit`. Default: `"native"`.
     """
 
     name: str

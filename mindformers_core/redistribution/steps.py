@@ -82,22 +82,21 @@ STEP_KINDS = {
 # rank of a group of n, by the ring algorithms (Thakur, Rabenseifner, Gropp 2005). Other operations are local, and free.
 COLLECTIVES = {
     **dict.fromkeys(("all_gather", "reduce_scatter", "all_to_all"), (lambda n: n - 1, lambda n: n - 1)),
+    **dict.fromkeys(("dispatch", "combine"), (lambda n: n - 1, lambda n: n - 1)),  # if as many rows go to each rank
     "all_reduce": (lambda n: 2 * (n - 1), lambda n: 2 * (n - 1)),
     "permute": (lambda n: 1, lambda n: n),
-    # an all-to-all without what is behind each rank's rows, where one n-th is filled: choices of experts, if balanced
-    **dict.fromkeys(("dispatch", "combine"), (lambda n: n - 1, lambda n: (n - 1) / n)),
 }
-# The same of backends that carry some of them in other ways. Graphs of devices exchange all rows, since shapes are
-# static. A graph on CPU has sums of floats alone: an all-gather is the sum of buffers as large as its result, and what
-# goes from rank to rank is first gathered by all.
+# The same of backends that carry some of them in other ways. A graph of devices sends each rank room for all rows in
+# turn, since shapes are static. A graph on CPU has sums of floats alone: an all-gather is the sum of buffers as large
+# as its result, and what goes from rank to rank is first gathered by all.
 CARRIED = {
-    "native": COLLECTIVES | dict.fromkeys(("dispatch", "combine"), COLLECTIVES["all_to_all"]),
+    "native": COLLECTIVES,
+    "native graph": COLLECTIVES | dict.fromkeys(("dispatch", "combine"), (lambda n: n - 1, lambda n: n * (n - 1))),
     "cpu": COLLECTIVES,
     "cpu graph": COLLECTIVES
     | dict.fromkeys(("all_gather", "reduce_scatter"), COLLECTIVES["all_reduce"])
-    | dict.fromkeys(
-        ("all_to_all", "permute", "dispatch", "combine"), (lambda n: 2 * (n - 1), lambda n: 2 * (n - 1) * n)
-    ),
+    | dict.fromkeys(("all_to_all", "permute"), (lambda n: 2 * (n - 1), lambda n: 2 * (n - 1) * n))
+    | dict.fromkeys(("dispatch", "combine"), (lambda n: 2 * (n - 1), lambda n: 2 * (n - 1) * n * n)),
 }
 
 
@@ -186,8 +185,9 @@ class Step:
 
     @property
     def whole(self):
-        """Bytes of the larger of a rank's input and output."""
-        return max(prod(self.local_shape), prod(self.output_shape)) * self.itemsize
+        """Bytes of the larger of a rank's input and output; of a dispatch or combine those of its rows in turn."""
+        given, found = prod(self.local_shape), prod(self.output_shape)
+        return {"dispatch": given, "combine": found}.get(self.kind, max(given, found)) * self.itemsize
 
     @property
     def forward(self):

@@ -20,6 +20,7 @@ from mindformers_core.operators.rules import experts as rules
 
 _SOURCE = "mindformers_core.algorithms.experts"
 _MOST = 2**30  # rows of what ranks send, so that their numbers, filled up to blocks, are int32
+_COUNTED = 2**24  # rows for one rank, up to which float32 counts
 _places = custom_operator("ExpertPlaces", parts.places_of_choices)
 _sizes = custom_operator("ExpertSizes", parts.sizes_of_rows)
 _rows = custom_operator("ExpertRows", parts.expert_rows)
@@ -80,10 +81,10 @@ def own_experts(operator, args, context):
     if capacity is not None:
         most = min(most, count // capacity[1] * capacity[0] * own)
     context = replace(context, axes=joint)
-    if context.count * most >= _MOST:
+    if context.count * most >= _MOST or most > _COUNTED:
         raise ValueError(
-            f"experts: room for {most} rows of each of {context.count} ranks is more than {_MOST} rows, which int32 "
-            f"numbers of rows go up to: give a capacity, or a smaller batch than x {tuple(x.shape)} on a rank"
+            f"experts: room for {most} rows of each of {context.count} ranks is more than {_COUNTED} rows, or {_MOST} "
+            f"in all, which are counted: give a capacity, or a smaller batch than x {tuple(x.shape)} on a rank"
         )
     taken, back, local = _places(choices, Tensor(owners), context.count, most, capacity)
     there, home, local = _sizes(local, _exchanged(context, local), capacity is None)

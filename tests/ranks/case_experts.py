@@ -18,6 +18,7 @@ from mindformers_core.communication import backend_cpu, count_collectives, world
 from mindformers_core.layout import layout
 from mindformers_core.mesh import init_device_mesh
 from mindformers_core.models.experts import RoutedExperts
+from mindformers_core.redistribution import routing_step
 from mindformers_core.tensor_parallel import shard
 
 ON_TWO = [Case("dp2", ("dp", None), ("dp",), zero={"shard_size": 2}, capacity=each) for each in (None, (2, 4))]
@@ -72,15 +73,18 @@ PLAN = {"": {"input": dict.fromkeys(("x", "ids", "weights"), layout("dp"))}}
 @on_ranks(2)
 def case_balanced_choices_send_as_many_bytes_as_the_formula_says():
     """Where every expert has as many choices of each rank, (n - 1) / n of them go to another rank, and back."""
-    mesh, tokens, count = init_device_mesh((2,), ("dp",)), 12, 2
-    net = shard(Total(), mesh, Config(("dp",)), PLAN)
-    ids = np.arange(tokens * count, dtype=np.int32).reshape(1, tokens, count) % 8
-    x, weights = np.ones((1, tokens, 16), np.float32), np.ones((1, tokens, count), np.float32)
-    with count_collectives() as counts:
-        ms.grad(net, (0, 2))(Tensor(x), Tensor(ids), Tensor(weights))
-    for kind in ("dispatch", "combine"):  # each other's gradients
-        assert counts[kind, ("dp",)] == (2, 2 * tokens * count * 16 * 4 // 2), dict(counts)
-    assert ("all_to_all", ("dp",)) in counts  # of the experts' numbers
+    mesh, tokens = init_device_mesh((2,), ("dp",)), 12
+    for count in (2, 8):  # fewer choices than a rank has experts, and more
+        net = shard(Total(), mesh, Config(("dp",)), PLAN)
+        ids = np.arange(tokens * count, dtype=np.int32).reshape(1, tokens, count) % 8
+        x, weights = np.ones((1, tokens, 16), np.float32), np.ones((1, tokens, count), np.float32)
+        with count_collectives() as counts:
+            ms.grad(net, (0, 2))(Tensor(x), Tensor(ids), Tensor(weights))
+        sent = tokens * count * 16 * 4 // 2
+        step = routing_step("dispatch", mesh, ("dp",), (tokens * count, 16), "float32", 2 * tokens * min(count, 4))
+        assert (step.forward, step.backward) == (("dispatch", sent), ("combine", sent))
+        assert counts["dispatch", ("dp",)] == counts["combine", ("dp",)] == (2, 2 * sent), dict(counts)
+        assert ("all_to_all", ("dp",)) in counts  # of the experts' numbers
 
 
 class Block(nn.Cell):

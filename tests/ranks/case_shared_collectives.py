@@ -19,6 +19,11 @@ from mindformers_core.mesh import init_device_mesh
 
 SHAPE = (8, 64, 1000)  # 2 MB
 TOTAL, MOST = 160, 50  # rows that a rank has for all, and for one
+LARGE, SMALL = (3, 200), (5,)  # dims of a row
+OTHERS = {  # dtypes of rows besides float32, compiled or not
+    **dict.fromkeys([(False, LARGE), (False, SMALL)], (ms.float16, ms.bfloat16, ms.int32)),
+    (True, LARGE): (ms.int32,), (True, SMALL): (ms.float16, ms.int32),
+}  # fmt: skip
 
 
 def barriers(group):
@@ -177,15 +182,24 @@ def case_other_calls_are_an_error_that_names_them():
     assert "called something else" in str(failure.value.__cause__) or "ended" in str(failure.value.__cause__)
 
 
+def numbers(x):
+    """A tensor's numbers, which float32 has."""
+    return x.astype(ms.float32).asnumpy()
+
+
 @on_ranks(4)
 def case_as_many_rows_as_data_say_go_to_ranks_and_back():
-    """`dispatch` and `combine`, each the gradient of the other, small and large, eager and compiled; bytes."""
-    mesh, me = init_device_mesh((4,), ("dp",)), world().rank
+    """`dispatch` and `combine`, each the gradient of the other, small and large, eager and compiled; bytes of graphs.
+
+    Over two axes whose order isn't that of ranks.
+    """
+    mesh, axes = init_device_mesh((2, 2), ("dp", "tp")), ("tp", "dp")
+    group = make_group(mesh, axes)
     dispatch, combine = (
-        communicator(mesh).make(kind, ("dp",), rows=rows, to_rows=to_rows)
+        communicator(mesh).make(kind, axes, rows=rows, to_rows=to_rows)
         for kind, rows, to_rows in (("dispatch", TOTAL, 4 * MOST), ("combine", 4 * MOST, TOTAL))
     )
-    segments, written = shared_collectives.shared_group(make_group(mesh, ("dp",))).segments, []
+    segments, written, me = shared_collectives.shared_group(group).segments, [], group.index
     write = segments.write
     segments.write = lambda pieces, readers: written.append(sum(map(len, pieces))) or write(pieces, readers)
 
@@ -199,19 +213,27 @@ def case_as_many_rows_as_data_say_go_to_ranks_and_back():
     def gradients(*given):
         return ms.grad(total, (0, 1))(*given)
 
-    compiled = ms.jit(both), ms.jit(gradients)
-    for jit, others, (seed, most) in product((False, True), ((3, 200), (5,)), ((0, 41), (1, 41), (2, 1))):
+    compiled, eager = (ms.jit(both), ms.jit(gradients)), (both, gradients)
+    for jit, others, (seed, most) in product((False, True), (LARGE, SMALL), ((0, 41), (1, 41), (2, 1))):
         counts = np.random.default_rng(seed).integers(0, most, (4, 4))  # the last ones: nothing at all
-        x, y, there, back, rows_of = routed_rows(me, counts, others, TOTAL, MOST if jit else None)
-        sizes = np.stack((counts[me], counts[:, me])).astype(np.int32)
-        given = [*map(ms.Tensor, (x, y, sizes, sizes[::-1].copy()))]
-        written.clear()
-        forward, backward = compiled if jit else (both, gradients)
-        found, gradient = forward(*given), backward(*given, ms.Tensor(y), ms.Tensor(x))
-        for gone, come in (found, gradient[::-1]):  # which are what the other one gives
-            for rows, truth in zip(rows_of(gone.asnumpy()), there, strict=True):
-                np.testing.assert_array_equal(rows, truth)
-            np.testing.assert_array_equal(come.asnumpy(), back)
-        if jit and others == (3, 200):
-            assert sorted(written) == sorted([count * 4 * 3 * 200 for count in (*counts[me], *counts[:, me])] * 2)
+        for dtype in (ms.float32, *OTHERS[jit, others] * (seed == 0)):
+            x, y, there, back, rows_of = routed_rows(me, counts, others, TOTAL, MOST if jit else None)
+            sizes = np.stack((counts[me], counts[:, me])).astype(np.int32)
+            given = [
+                ms.Tensor(x).astype(dtype),
+                ms.Tensor(y).astype(dtype),
+                *map(ms.Tensor, (sizes, sizes[::-1].copy())),
+            ]
+            written.clear()
+            forward, backward = compiled if jit else eager
+            found = [forward(*given)]
+            if dtype == ms.float32:
+                found.append(backward(*given, ms.Tensor(y), ms.Tensor(x))[::-1])  # what the other one gives
+            for gone, come in found:
+                assert gone.dtype == come.dtype == dtype
+                for rows, truth in zip(rows_of(numbers(gone)), there, strict=True):
+                    np.testing.assert_array_equal(rows, numbers(ms.Tensor(truth).astype(dtype)) if len(truth) else rows)
+                np.testing.assert_array_equal(numbers(come), numbers(ms.Tensor(back).astype(dtype)))
+            if jit and others == LARGE and dtype == ms.float32:
+                assert sorted(written) == sorted([count * 4 * 3 * 200 for count in (*counts[me], *counts[:, me])] * 2)
     segments.write = write
