@@ -64,6 +64,7 @@ class RawCollective(nn.Cell):
 
         Raises:
             RuntimeError: the report of a hang: another rank has died, is late, or calls other collectives.
+            TypeError: a `dispatch` or `combine` without sizes.
         """
         watch, group, error = process_state().watch, self.group, None
         if self.routes and not sizes and world().backend != "fake":
