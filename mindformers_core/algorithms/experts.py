@@ -94,11 +94,13 @@ def _places_by_host(ids, owners, ranks, most, in_turn):
         raise ValueError(f"experts: a token of ids {ids.shape} has chosen an expert twice: its choices have to differ")
     numbered = np.arange(rank.size) + np.repeat(np.arange(ranks + 1) * most - counts.cumsum() + counts, counts)
     sent = order[: rank.size - counts[ranks]]
-    taken, numbers = np.zeros(ranks * most, np.int32), np.full(ranks * most, -1, np.int32)
+    numbers = np.full(ranks * most, -1, np.int32)
     numbers[numbered[: sent.size]] = local[sent]
-    taken[numbered[: sent.size]] = sent
     if in_turn:
         taken, numbered = order.astype(np.int32), np.arange(rank.size)
+    else:
+        taken = np.zeros(ranks * most, np.int32)
+        taken[numbered[: sent.size]] = sent
     places = np.full(rank.size, taken.size, np.int32)
     places[sent] = numbered[: sent.size]
     found = taken, places.reshape(ids.shape), numbers.reshape(ranks, most)

@@ -67,11 +67,7 @@ class NativeCollective(raw.RawCollective):
 
     def eager_all_to_all(self, x, dim, to_dim):
         parts = [chunk(x, place, self.size, to_dim) for place in range(self.size)]
-        received = list(parts)
-        for distance in range(1, self.size):
-            to, origins = ring(self.size, distance)
-            received[origins[self.index]] = self.eager_permute(parts[to[self.index]], to, origins)
-        return ops.cat(received, dim)
+        return ops.cat(self._traded(parts, [part.shape for part in parts], x.dtype), dim)
 
     def _rows_at_once(self, x, sent, received):
         """As many rows as there are, by an operator of Ascend; its tensors have a row where they have none."""
@@ -82,13 +78,17 @@ class NativeCollective(raw.RawCollective):
 
     def _rows_by_messages(self, x, sent, received):
         """Likewise, where there is none."""
-        parts = raw.cut_rows(x, sent)
-        found = [*parts]
+        shapes = [(count, *x.shape[1:]) if count else None for count in received]
+        found = self._traded(raw.cut_rows(x, sent), shapes, x.dtype)
+        return raw.joined_rows(found, self.rows_of_result(sent, received), x)
+
+    def _traded(self, parts, shapes, dtype):
+        """What comes by messages from each place, of these shapes, for the parts that go there; None: nothing."""
+        found = list(parts)
         for to, origins in (ring(self.size, distance) for distance in range(1, self.size)):
             to, origin = to[self.index], origins[self.index]
-            shape = (received[origin], *x.shape[1:]) if received[origin] else None
-            found[origin] = self._passed(parts[to], to, shape, x.dtype, origins)
-        return raw.joined_rows(found, self.rows_of_result(sent, received), x)
+            found[origin] = self._passed(parts[to], to, shapes[origin], dtype, origins)
+        return found
 
     def permute(self, x, destinations, origins):
         to, origin = self.whole_ring[0][self.index], self.whole_ring[1][self.index]
