@@ -13,7 +13,7 @@ from mindformers_core.mesh import DeviceMesh
 from mindformers_core.sharding.sharded_cells import computing_parameters
 from mindformers_core.zero import hsdp, value_and_grad
 
-world = communication.init_distributed(timeout=5)  # so that the scheduler ends soon, too
+world = communication.init_distributed(timeout=15)  # so that the scheduler ends soon, too
 pair = world.rank // 2
 
 
@@ -28,6 +28,8 @@ gradient_of, optimizer = value_and_grad(net), nn.SGD(net.trainable_params(), 0.1
 x = Tensor(np.ones((4, 256), np.float32))
 optimizer(gradient_of(x)[1])
 before = [parameter.asnumpy().copy() for parameter in net.trainable_params()]
+# the pairs meet: the report of one would end the other where it is seconds behind
+communication.AllReduce(DeviceMesh((4,), ("all",)), "all").forward(x)
 if world.rank % 2 == 1:  # in the backward pass, when the others go on to reduce gradients
     computing_parameters(net)[1].register_hook(lambda gradient: os._exit(0))
 start = time.monotonic()
