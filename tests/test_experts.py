@@ -183,9 +183,9 @@ def test_each_cut(mesh, cuts, capacity):
 
 def test_an_expert_that_is_chosen_twice():
     """An error, where a rank has room for different choices only."""
-    owners = Tensor(np.array([[2, 0, 1], [-1, 0, 0]], np.int32))
+    owners = Tensor(np.array([2, 0, 1], np.int32))
     with pytest.raises(ValueError, match=r"a token of ids \(3, 2\) has chosen an expert twice"):
-        parts.places_of_choices(Tensor(np.array([[1, 1], [1, 0], [0, 1]], np.int32)), owners, 2, 3, None)
+        parts.places_of_choices(Tensor(np.array([[1, 1], [1, 0], [0, 1]], np.int32)), owners, 2, 1, 3, None)
 
 
 def test_rows_are_numbered():
@@ -209,12 +209,11 @@ def test_places_of_choices(monkeypatch, capacity):
     """Operators, as on a device, and the host give the same, of -1 and of experts whose rank gets nothing, too."""
     random = np.random.default_rng(2)
     for count in range(1, 20):
-        ranks, total = random.integers(1, 5), random.integers(2, 9)
-        owners = np.stack((random.integers(0, ranks + 1, total + 1), random.integers(0, 4, total + 1)))
-        owners[:, 0] = ranks, -1
-        owners[1][owners[0] == ranks] = -1
+        ranks, own, total = (int(random.integers(*ends)) for ends in ((1, 5), (1, 4), (2, 9)))
+        owners = random.integers(0, ranks * own + 1, total + 1)
+        owners[0] = ranks * own
         ids = random.integers(-1, total, (4 * count, 2)).astype(np.int32)
-        given = Tensor(ids), Tensor(owners.astype(np.int32)), int(ranks), 8 * count, capacity
+        given = Tensor(ids), Tensor(owners.astype(np.int32)), ranks, own, 8 * count, capacity
         by_host = parts.places_of_choices(*given)
         with monkeypatch.context() as patched:
             patched.setattr(parts, "on_cpu", lambda: False)
@@ -222,20 +221,41 @@ def test_places_of_choices(monkeypatch, capacity):
         for found, wanted in zip(by_host, by_operators, strict=True):
             assert found.dtype == wanted.dtype
             np.testing.assert_array_equal(found.asnumpy(), wanted.asnumpy())
-        taken, back, numbers = (each.asnumpy().reshape(-1) for each in by_host)
-        kept = np.flatnonzero(back.reshape(-1) < len(taken))
+        taken, back, sent = (each.asnumpy() for each in by_host)
+        back, keys = back.reshape(-1), owners[ids.reshape(-1) + 1]
+        kept = np.flatnonzero(back < len(taken))
         np.testing.assert_array_equal(taken[back[kept]], kept)
-        rank, local = owners[:, ids.reshape(-1) + 1]
-        if capacity is None:  # in the order of ranks, and of its places among those of a rank
-            np.testing.assert_array_equal(sorted(back[kept]), range(len(kept)))
-            np.testing.assert_array_equal(rank[taken], sorted(rank))
-            np.testing.assert_array_equal(numbers[numbers >= 0], local[taken[: len(kept)]])
-            filled = (numbers.reshape(ranks, -1) >= 0).sum(1)
-            np.testing.assert_array_equal(filled, np.bincount(rank, minlength=ranks + 1)[:ranks])
-        else:
-            np.testing.assert_array_equal(back[kept] // (8 * count), rank[kept])
-            np.testing.assert_array_equal(numbers[back[kept]], local[kept])
-        assert len(kept) == (numbers >= 0).sum()
+        np.testing.assert_array_equal(sent.reshape(-1), np.bincount(keys[kept], minlength=ranks * own))
+        if capacity is None:  # in the order of ranks, of their experts, and of choices
+            np.testing.assert_array_equal(kept, np.flatnonzero(keys < ranks * own))
+            np.testing.assert_array_equal(taken, np.argsort(keys, kind="stable"))
+        else:  # a rank's from its room's start
+            np.testing.assert_array_equal(back[kept] // (8 * count), keys[kept] // own)
+            ordered = kept[np.argsort(keys[kept], kind="stable")]
+            filled = [np.arange(each) + 8 * count * rank for rank, each in enumerate(sent.sum(1))]
+            np.testing.assert_array_equal(back[ordered], np.concatenate(filled))
+
+
+def test_sizes_of_rows(monkeypatch):
+    """Operators, as in a graph, and the host give the same: how many rows go and come, and each one's expert."""
+    random = np.random.default_rng(3)
+    for ranks, own, most in ((1, 1, 3), (2, 3, 7), (4, 2, 9), (3, 4, 5)):
+        sent, received = (random.integers(0, 3, (ranks, own)) * (most >= 2 * own) for _ in range(2))
+        given = *(Tensor(each.astype(np.int32)) for each in (sent, received)), most
+        with monkeypatch.context() as patched:
+            patched.setattr(parts, "has_values", lambda _: False)
+            by_operators = parts.sizes_of_rows(*given, True)
+        for found, wanted in zip(parts.sizes_of_rows(*given, False), by_operators, strict=True):
+            assert found.dtype == wanted.dtype
+            np.testing.assert_array_equal(found.asnumpy(), wanted.asnumpy())
+        there, home, ids = (each.asnumpy() for each in by_operators)
+        np.testing.assert_array_equal(there, (sent.sum(1), received.sum(1)))
+        np.testing.assert_array_equal(home, there[::-1])
+        of_ranks = [np.repeat(np.arange(own), each) for each in received]
+        rows = [[*each, *[-1] * (most - len(each))] for each in of_ranks]
+        np.testing.assert_array_equal(ids.reshape(ranks, most), rows)
+        exact = parts.sizes_of_rows(*given, True)[2].asnumpy().reshape(-1)
+        np.testing.assert_array_equal(exact, np.concatenate(of_ranks) if received.any() else [-1])
 
 
 def test_errors():

@@ -73,7 +73,7 @@ def own_experts(operator, args, context):
     joint, own = tuple(axis for axis in axes if axis in rows and context.mesh.axis_size(axis) > 1), gate_up.shape[0]
     owners = _owners(context, axes, joint, own)
     if not joint:
-        local = ops.gather(Tensor(owners[1]), ids + 1, 0)
+        local = ops.gather(Tensor(np.where(owners < own, owners, -1)), ids + 1, 0)
         return operator(x, local, weights, gate_up, down, *biases, activation, capacity)
     choices, tokens = ops.reshape(ids, (-1, ids.shape[-1])), ops.reshape(x, (-1, x.shape[-1]))
     count, each = choices.shape
@@ -86,8 +86,8 @@ def own_experts(operator, args, context):
             f"experts: room for {most} rows of each of {context.count} ranks is more than {_COUNTED} rows, or {_MOST} "
             f"in all, which are counted: give a capacity, or a smaller batch than x {tuple(x.shape)} on a rank"
         )
-    taken, back, local = _places(choices, Tensor(owners), context.count, most, capacity)
-    there, home, local = _sizes(local, _exchanged(context, local), capacity is None)
+    taken, back, sent = _places(choices, Tensor(owners), context.count, own, most, capacity)
+    there, home, local = _sizes(sent, _exchanged(context, sent), most, capacity is None)
     rows, given = taken.shape[0], ops.gather(tokens, taken // each, 0)  # in the place of no choice, any
     given = context.dispatched(given, most, there) if capacity is None else _exchanged(context, given)
     found = _rows(given, local, gate_up, down, *biases, activation)
@@ -100,7 +100,7 @@ def own_experts(operator, args, context):
 
 
 def _owners(context, axes, joint, own):
-    """As of `places_of_choices`: who has it, of those ranks that a rank sends tokens to, and its number there."""
+    """As of `places_of_choices`: who has it, of those ranks that a rank sends tokens to, and as which one."""
     mesh, count = context.mesh, context.shapes[3][0]
     blocks = np.arange(count) // own
     places = dict(zip(axes, np.unravel_index(blocks, [mesh.axis_size(axis) for axis in axes])))
@@ -110,8 +110,8 @@ def _owners(context, axes, joint, own):
     owner = np.zeros(count, int)
     for axis in joint:
         owner = owner * mesh.axis_size(axis) + places[axis]
-    none = [[mesh.axis_size(*joint)], [-1]]
-    return np.hstack([none, np.where(here, [owner, np.arange(count) % own], none)]).astype(np.int32)
+    none = mesh.axis_size(*joint) * own
+    return np.hstack([none, np.where(here, owner * own + np.arange(count) % own, none)]).astype(np.int32)
 
 
 def _exchanged(context, x):

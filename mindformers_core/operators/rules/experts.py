@@ -123,15 +123,16 @@ def expert_operations(sizes):
     return 6 * tokens * sizes["K"] * sizes["f"] * sizes["H"] * sizes["e"] // sizes["E"]
 
 
-def expert_places(ids, owners, ranks, most, capacity):
+def expert_places(ids, owners, ranks, own, most, capacity):
     """The `Signature` of an inner operator of its algorithm, `places_of_choices`: all is whole, and is one rank's."""
     rows = prod(ids.shape) if capacity is None else ranks * most
-    return whole_signature(tensors_in((ids, owners)), ((rows,), ids.shape, (ranks, most)))
+    return whole_signature(tensors_in((ids, owners)), ((rows,), ids.shape, (ranks, own)))
 
 
-def expert_sizes(sent, received, in_turn):
+def expert_sizes(sent, received, most, in_turn):
     """Likewise of `sizes_of_rows`."""
-    return whole_signature((sent, received), (*((2, sent.shape[0]),) * 2, (prod(sent.shape), 1)))
+    ranks = sent.shape[0]
+    return whole_signature((sent, received), ((2, ranks), (2, ranks), (ranks * most, 1)))
 
 
 def expert_rows(x, ids, *others):
