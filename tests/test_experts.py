@@ -184,8 +184,9 @@ def test_each_cut(mesh, cuts, capacity):
 def test_an_expert_that_is_chosen_twice():
     """An error, where a rank has room for different choices only."""
     owners = Tensor(np.array([2, 0, 1], np.int32))
-    with pytest.raises(ValueError, match=r"a token of ids \(3, 2\) has chosen an expert twice"):
-        parts.places_of_choices(Tensor(np.array([[1, 1], [1, 0], [0, 1]], np.int32)), owners, 2, 1, 3, None)
+    for called in (parts.places_of_choices, ms.jit(parts.places_of_choices)):
+        with pytest.raises(ValueError, match=r"a token of ids \(3, 2\) has chosen an expert twice"):
+            called(Tensor(np.array([[1, 1], [1, 0], [0, 1]], np.int32)), owners, 2, 1, 3, None)[0].asnumpy()
 
 
 def test_rows_are_numbered():
@@ -206,7 +207,7 @@ def test_rows_are_numbered():
 
 @pytest.mark.parametrize("capacity", [None, (3, 4)])
 def test_places_of_choices(monkeypatch, capacity):
-    """Operators, as on a device, and the host give the same, of -1 and of experts whose rank gets nothing, too."""
+    """Operators, as on a device, the host and graphs on CPU give the same, of -1 and of ranks that get nothing, too."""
     random = np.random.default_rng(2)
     for count in range(1, 20):
         ranks, own, total = (int(random.integers(*ends)) for ends in ((1, 5), (1, 4), (2, 9)))
@@ -218,9 +219,11 @@ def test_places_of_choices(monkeypatch, capacity):
         with monkeypatch.context() as patched:
             patched.setattr(parts, "on_cpu", lambda: False)
             by_operators = parts.places_of_choices(*given)
-        for found, wanted in zip(by_host, by_operators, strict=True):
-            assert found.dtype == wanted.dtype
-            np.testing.assert_array_equal(found.asnumpy(), wanted.asnumpy())
+        in_graph = ms.jit(parts.places_of_choices)(*given) if count % 6 == 1 else by_host
+        for found, *others in zip(by_host, by_operators, in_graph, strict=True):
+            for wanted in others:
+                assert found.dtype == wanted.dtype
+                np.testing.assert_array_equal(found.asnumpy(), wanted.asnumpy())
         taken, back, sent = (each.asnumpy() for each in by_host)
         back, keys = back.reshape(-1), owners[ids.reshape(-1) + 1]
         kept = np.flatnonzero(back < len(taken))
@@ -237,7 +240,7 @@ def test_places_of_choices(monkeypatch, capacity):
 
 
 def test_sizes_of_rows(monkeypatch):
-    """Operators, as in a graph, and the host give the same: how many rows go and come, and each one's expert."""
+    """Operators, the host and graphs on CPU give the same: how many rows go and come, and each one's expert."""
     random = np.random.default_rng(3)
     for ranks, own, most in ((1, 1, 3), (2, 3, 7), (4, 2, 9), (3, 4, 5)):
         sent, received = (random.integers(0, 3, (ranks, own)) * (most >= 2 * own) for _ in range(2))
@@ -245,9 +248,11 @@ def test_sizes_of_rows(monkeypatch):
         with monkeypatch.context() as patched:
             patched.setattr(parts, "has_values", lambda _: False)
             by_operators = parts.sizes_of_rows(*given, True)
-        for found, wanted in zip(parts.sizes_of_rows(*given, False), by_operators, strict=True):
-            assert found.dtype == wanted.dtype
-            np.testing.assert_array_equal(found.asnumpy(), wanted.asnumpy())
+        in_graph = ms.jit(parts.sizes_of_rows)(*given, True)
+        for found, *others in zip(by_operators, in_graph, parts.sizes_of_rows(*given, False), strict=True):
+            for wanted in others:
+                assert found.dtype == wanted.dtype
+                np.testing.assert_array_equal(found.asnumpy(), wanted.asnumpy())
         there, home, ids = (each.asnumpy() for each in by_operators)
         np.testing.assert_array_equal(there, (sent.sum(1), received.sum(1)))
         np.testing.assert_array_equal(home, there[::-1])

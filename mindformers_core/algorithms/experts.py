@@ -5,6 +5,8 @@ Rows of tokens are put in the order of their experts, so that each expert multip
 whose shapes are static, in blocks of rows, each of one expert.
 """
 
+from math import prod
+
 import numpy as np
 from mindspore import Tensor, dtype as mstype, mint, ops
 
@@ -73,7 +75,10 @@ def places_of_choices(ids, owners, ranks, own, most, capacity):
     if capacity is not None:
         ids = within_capacity(ids, owners.shape[0] - 1, capacity)
     if on_cpu() and has_values(ids):
-        return _places_by_host(ids.asnumpy(), owners.asnumpy(), ranks, own, most, capacity is None)
+        found = _places_by_host(ids.asnumpy(), owners.asnumpy(), ranks, own, most, capacity is None)
+        return tuple([Tensor(each) for each in found])
+    if in_graph() and on_cpu() and capacity is None:
+        return _places_in_graph(ops.stop_gradient(ids), owners, filled((ranks, own), 0), most)
     total, none = ids.shape[0] * ids.shape[1], ranks * own
     keys = ops.gather(owners, ops.reshape(ids, (-1,)) + 1, 0)
     places, counts = ranked(keys, none + 1)
@@ -106,8 +111,15 @@ def _places_by_host(ids, owners, ranks, own, most, in_turn):
         taken[numbered] = chosen
     places = np.full(keys.size, taken.size, np.int32)
     places[chosen] = numbered
-    found = taken, places.reshape(ids.shape), sent.astype(np.int32)
-    return tuple([Tensor(each) for each in found])
+    return taken, places.reshape(ids.shape), sent.astype(np.int32)
+
+
+_places_in_graph = ops.Custom(  # of which the third argument has the shape of what is sent
+    lambda ids, owners, sent, most: _places_by_host(ids, owners, *sent.shape, most, True),
+    lambda ids, owners, sent, most: ([prod(ids)], ids, sent),
+    lambda *_: (mstype.int32,) * 3,
+    "pyfunc",
+)
 
 
 def sizes_of_rows(sent, received, most, in_turn):
@@ -124,19 +136,33 @@ def sizes_of_rows(sent, received, most, in_turn):
         of own experts as ids (rows, 1) of the rows that come, or -1; of none one -1.
     """
     both, own = ops.stack((sent, received)), received.shape[1]
-    if not has_values(both):
-        sizes = ops.cast(ops.sum(ops.cast(both, mstype.float32), 2), mstype.int32)
-        ends, places = ops.expand_dims(ops.cumsum(received, 1), 1), ops.reshape(first_numbers(most), (1, -1, 1))
-        ids = ops.sum(ops.cast(ops.greater_equal(places, ends), mstype.float32), 2)
-        ids = ops.cast(ops.where(ops.less(ids, own), ids, -1.0), mstype.int32)
-        return sizes, ops.cat((sizes[1:], sizes[:1]), 0), ops.reshape(ids, (-1, 1))
-    both = both.asnumpy()
-    sizes = both.sum(2, dtype=np.int32)
-    empty = most - sizes[1:].T
-    ids = np.repeat(np.tile([*range(own), -1], len(empty)), np.hstack((both[1], empty)).reshape(-1)).astype(np.int32)
-    if in_turn:
-        ids = ids[ids >= 0] if sizes[1].any() else ids[:1]
-    return Tensor(sizes), Tensor(np.flip(sizes, 0).copy()), Tensor(ids.reshape(-1, 1))
+    if has_values(both):
+        *sizes, ids = _sizes_by_host(both.asnumpy(), most)
+        if in_turn:
+            ids = ids[ids >= 0] if sizes[0][1].any() else ids[0]
+        return tuple([Tensor(each) for each in (*sizes, ids.reshape(-1, 1))])
+    if in_graph() and on_cpu():
+        return _sizes_in_graph(both, filled((both.shape[1] * most, 1), 0))
+    sizes = ops.cast(ops.sum(ops.cast(both, mstype.float32), 2), mstype.int32)
+    ends, places = ops.expand_dims(ops.cumsum(received, 1), 1), ops.reshape(first_numbers(most), (1, -1, 1))
+    ids = ops.sum(ops.cast(ops.greater_equal(places, ends), mstype.float32), 2)
+    ids = ops.cast(ops.where(ops.less(ids, own), ids, -1.0), mstype.int32)
+    return sizes, ops.cat((sizes[1:], sizes[:1]), 0), ops.reshape(ids, (-1, 1))
+
+
+def _sizes_by_host(both, most):
+    """`sizes_of_rows` of what is sent and received, with all ids, as a column."""
+    sizes, (_, ranks, own) = both.sum(2, dtype=np.int32), both.shape
+    numbers, counts = np.tile([*range(own), -1], ranks), np.hstack((both[1], most - sizes[1:].T))
+    return sizes, sizes[::-1].copy(), np.repeat(numbers, counts.reshape(-1)).astype(np.int32).reshape(-1, 1)
+
+
+_sizes_in_graph = ops.Custom(  # of which the second argument has the shape of the ids
+    lambda both, ids: _sizes_by_host(both, len(ids) // both.shape[1]),
+    lambda both, ids: (both[:2], both[:2], ids),
+    lambda *_: (mstype.int32,) * 3,
+    "pyfunc",
+)
 
 
 def ranked(keys, count):

@@ -74,10 +74,10 @@ def first_numbers(count):
 
 
 @constexpr
-def filled(count, value):
-    """An int32 tensor of so many."""
+def filled(shape, value):
+    """An int32 tensor of a shape, or of so many."""
     with outside_of_meta():
-        return Tensor(np.full(count, value, np.int32))
+        return Tensor(np.full(shape, value, np.int32))
 
 
 class _Local(nn.Cell):
