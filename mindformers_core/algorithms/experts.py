@@ -78,7 +78,7 @@ def places_of_choices(ids, owners, ranks, own, most, capacity):
         found = _places_by_host(ids.asnumpy(), owners.asnumpy(), ranks, own, most, capacity is None)
         return tuple([Tensor(each) for each in found])
     if in_graph() and on_cpu() and capacity is None:
-        return _places_in_graph(ops.stop_gradient(ids), owners, filled((ranks, own), 0), most)
+        return _places_in_graph()(ops.stop_gradient(ids), owners, filled((ranks, own), 0), most)
     total, none = ids.shape[0] * ids.shape[1], ranks * own
     keys = ops.gather(owners, ops.reshape(ids, (-1,)) + 1, 0)
     places, counts = ranked(keys, none + 1)
@@ -114,12 +114,15 @@ def _places_by_host(ids, owners, ranks, own, most, in_turn):
     return taken, places.reshape(ids.shape), sent.astype(np.int32)
 
 
-_places_in_graph = ops.Custom(  # of which the third argument has the shape of what is sent
-    lambda ids, owners, sent, most: _places_by_host(ids, owners, *sent.shape, most, True),
-    lambda ids, owners, sent, most: ([prod(ids)], ids, sent),
-    lambda *_: (mstype.int32,) * 3,
-    "pyfunc",
-)
+@ops.constexpr
+def _places_in_graph():
+    """The operator of `_places_by_host`, whose third argument has the shape of what is sent."""
+    return ops.Custom(
+        lambda ids, owners, sent, most: _places_by_host(ids, owners, *sent.shape, most, True),
+        lambda ids, owners, sent, most: ([prod(ids)], ids, sent),
+        lambda *_: (mstype.int32,) * 3,
+        "pyfunc",
+    )
 
 
 def sizes_of_rows(sent, received, most, in_turn):
@@ -142,7 +145,7 @@ def sizes_of_rows(sent, received, most, in_turn):
             ids = ids[ids >= 0] if sizes[0][1].any() else ids[0]
         return tuple([Tensor(each) for each in (*sizes, ids.reshape(-1, 1))])
     if in_graph() and on_cpu():
-        return _sizes_in_graph(both, filled((both.shape[1] * most, 1), 0))
+        return _sizes_in_graph()(both, filled((both.shape[1] * most, 1), 0))
     sizes = ops.cast(ops.sum(ops.cast(both, mstype.float32), 2), mstype.int32)
     ends, places = ops.expand_dims(ops.cumsum(received, 1), 1), ops.reshape(first_numbers(most), (1, -1, 1))
     ids = ops.sum(ops.cast(ops.greater_equal(places, ends), mstype.float32), 2)
@@ -157,12 +160,15 @@ def _sizes_by_host(both, most):
     return sizes, sizes[::-1].copy(), np.repeat(numbers, counts.reshape(-1)).astype(np.int32).reshape(-1, 1)
 
 
-_sizes_in_graph = ops.Custom(  # of which the second argument has the shape of the ids
-    lambda both, ids: _sizes_by_host(both, len(ids) // both.shape[1]),
-    lambda both, ids: (both[:2], both[:2], ids),
-    lambda *_: (mstype.int32,) * 3,
-    "pyfunc",
-)
+@ops.constexpr
+def _sizes_in_graph():
+    """The operator of `_sizes_by_host`, whose second argument has the shape of the ids."""
+    return ops.Custom(
+        lambda both, ids: _sizes_by_host(both, len(ids) // both.shape[1]),
+        lambda both, ids: (both[:2], both[:2], ids),
+        lambda *_: (mstype.int32,) * 3,
+        "pyfunc",
+    )
 
 
 def ranked(keys, count):
