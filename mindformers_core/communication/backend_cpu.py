@@ -24,6 +24,7 @@ from mindformers_core.communication.shared_collectives import (
     RowsBySegments,
     connected_group,
     shared_group,
+    yield_core,
 )
 from mindformers_core.communication.shared_memory import MOST_READERS
 
@@ -72,7 +73,9 @@ class CpuCollective(raw.RawCollective):
         return _is_large((self.most * self.size, *x.shape[1:]), x.itemsize)
 
     def eager(self, x, *sizes):
-        return getattr(self, f"eager_{self.kind}")(x, *sizes, *self.arguments)
+        found = getattr(self, f"eager_{self.kind}")(x, *sizes, *self.arguments)
+        yield_core()
+        return found
 
     def all_reduce(self, x, op):
         if self.op == "sum":  # an attribute, so that the graph has no branch
@@ -168,15 +171,31 @@ class _Sum(nn.Cell):
     def __init__(self, group):
         super().__init__(auto_prefix=False)
         self.reduce = ops.AllReduce("sum", group.name)
+        self.yielded = ops.Custom(_yielded, lambda shape: shape, lambda dtype: dtype, "pyfunc")
 
     def construct(self, x):
         if x.dtype == mstype.float32 or x.dtype == mstype.float16:
-            return self.reduce(x)
+            return self.summed(x)
         if x.dtype == mstype.float64:
             raise TypeError("float64 can't be communicated inside @ms.jit on CPU: cast to float32, or run in PyNative")
         if x.dtype == mstype.int64:
-            return _joined(self.reduce(_limbs(x, 4)), 4, x.dtype)
-        return ops.cast(_joined(self.reduce(_limbs(ops.cast(x, mstype.int32), 2)), 2, mstype.int32), x.dtype)
+            return _joined(self.summed(_limbs(x, 4)), 4, x.dtype)
+        return ops.cast(_joined(self.summed(_limbs(ops.cast(x, mstype.int32), 2)), 2, mstype.int32), x.dtype)
+
+    def summed(self, x):
+        """The sum of floats."""
+        total = self.reduce(x)
+        return total if _is_empty(x.shape) else self.yielded(total)
+
+
+def _yielded(x):
+    yield_core()
+    return x
+
+
+@constexpr
+def _is_empty(shape):
+    return 0 in shape
 
 
 def _limbs(x, count):

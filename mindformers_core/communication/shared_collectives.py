@@ -12,6 +12,7 @@ An element is summed in the group's order, in PyNative by one rank, so that all 
 """
 
 import math
+import os
 import weakref
 import zlib
 from functools import partial
@@ -52,6 +53,15 @@ def shared_group(group):
 def connected_group(group):
     """The `SharedGroup` of a `Group` that a large tensor has connected, on all of its ranks; else None."""
     return process_state().memo(__name__).get(group.ranks)
+
+
+def yield_core():
+    """Let MindSpore's thread of messages, which sleeps until they come, send what other ranks wait for, and go on.
+
+    Beside a thread that computes on the same core, Linux runs it when a time slice has passed: on 6.18, 20 all-reduces
+    of 64 bytes between products of 3 ms cost 69 ms in a graph on two pinned ranks, and 24 ms with this after each.
+    """
+    os.sched_yield()
 
 
 class SharedGroup:
@@ -232,6 +242,7 @@ class BySegments(nn.Cell):
             return pages
 
         def read(pages, x):
+            yield_core()
             offsets = [int(page) * PAGE for page in pages]
             tensors = [segment_like(shared.reserved[place], offsets[place], x) for place in range(size)]
             tensors[index] = x
@@ -285,6 +296,7 @@ class RowsBySegments(nn.Cell):
             return pages
 
         def read(pages, sizes, row):
+            yield_core()
             result = np.empty((to_rows, *row.shape[1:]), row.dtype)
             for place, (filled, others) in enumerate(parts(result, sizes[1], not is_first)):
                 offset, memory = int(pages[place, index]) * PAGE, shared.reserved[place]

@@ -1,5 +1,6 @@
 """Large tensors in PyNative: collectives through memory that ranks of one host share, and what they are instead of."""
 
+import os
 from itertools import product
 
 import mindspore as ms
@@ -166,6 +167,22 @@ def case_graphs_give_the_same():
     x = ms.Tensor(random.normal(size=(400, 64)).astype(np.float32))
     for eager, compiled in zip(gradients(x), ms.jit(gradients)(x), strict=True):
         np.testing.assert_array_equal(compiled.asnumpy(), eager.asnumpy())
+
+
+@on_ranks(2)
+def case_the_core_is_yielded_after_each():
+    """Else MindSpore's thread of messages waits on this core, and the other rank for it; of no elements, too."""
+    mesh, yields, kept = init_device_mesh((2,), ("dp",)), [], os.sched_yield
+    reduce = comm.AllReduceVarying(mesh, "dp")
+    os.sched_yield = lambda: yields.append(kept())
+    for rows, dtype in ((4, ms.float32), (400, ms.float32), (4, ms.int32), (4, ms.int64)):
+        x = ms.ops.ones((rows, 256), dtype)
+        for called in (reduce, ms.jit(reduce)) if dtype == ms.float32 else (ms.jit(reduce),):
+            yields.clear()
+            assert (called(x).asnumpy() == 2).all() and yields, (rows, dtype, called)
+    os.sched_yield = kept
+    assert ms.jit(reduce)(ms.ops.ones((0, 8))).shape == (0, 8)
+    assert ms.jit(reduce)(ms.Tensor(1.5)).asnumpy() == 3
 
 
 @on_ranks(2)
