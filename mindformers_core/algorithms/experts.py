@@ -71,6 +71,9 @@ def places_of_choices(ids, owners, ranks, own, most, capacity):
         each choice, or, of those that go to no rank, how many there are; int32 (ranks, own), how many choices go to
         each expert. Places are as many as choices, first those of the first rank's first expert; with a capacity
         `most` for each rank.
+
+    Raises:
+        ValueError: on CPU, a token that has chosen an expert twice, for whose rank there is then no room.
     """
     if capacity is not None:
         ids = within_capacity(ids, owners.shape[0] - 1, capacity)

@@ -4,7 +4,7 @@ import signal
 from dataclasses import dataclass
 
 _CONDITIONS = {
-    "dead": "has died (its process is gone)",
+    "dead": "has died (no process)",
     "stopped": "is stopped (by SIGSTOP or a debugger)",
     "ended": "has ended",
     "absent": "has not called it on this host",
