@@ -154,6 +154,7 @@ def test_rows_go_to_ranks_and_back(monkeypatch, backend, device, mode):
             assert len(found) == (n * most if compiled else max(1, sum(map(len, there))))
             for part, truth in zip(rows_of(found), there, strict=True):
                 np.testing.assert_array_equal(part, truth)
+            assert compiled or any(map(len, there)) or not found.any()
 
         SimulatedRanks(n, device).run(work)
         where = f"{name} {counts} of {order}"
@@ -163,6 +164,33 @@ def test_rows_go_to_ranks_and_back(monkeypatch, backend, device, mode):
             outgoing = counts if name == "dispatch" else counts.T
             for place, rank in enumerate(order):
                 assert operators.sent[rank] == 12 * (outgoing[place].sum() - outgoing[place, place]), where
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "sizes"),
+    [
+        ("dispatch", (4, 8), [[5, 0], [0, 0]]),  # more than go to a rank
+        ("dispatch", (4, 8), [[1, 1], [5, 0]]),
+        ("dispatch", (4, 8), [[3, 2], [0, 0]]),  # more than there are
+        ("combine", (8, 4), [[0, 0], [3, 2]]),  # more than there is room for
+    ],
+)
+def test_rows_without_room_are_an_error(name, rows, sizes):
+    with rank_of(2, 0, SimulatedRanks(2, "CPU"), "CPU"):
+        cell = CpuCollective(Group(("tp",), (0, 1), 0, "a_group"), name, *rows)
+        with pytest.raises(ValueError, match=rf"{name} over .* of 4 rows into {rows[1]} has room for 4 rows between"):
+            cell(Tensor(np.ones((4, 3), np.float32)), sizes)
+
+
+def test_rows_without_sizes_are_an_error():
+    with rank_of(2, 0, SimulatedRanks(2, "CPU"), "CPU"):
+        group = Group(("tp",), (0, 1), 0, "a_group")
+        cell = CpuCollective(group, "dispatch", 4, 8)
+        for called in (cell, ms.jit(cell)):
+            with pytest.raises(TypeError, match="dispatch over tp .* also takes sizes: how many rows"):
+                called(Tensor(np.ones((4, 3), np.float32)))
+        with pytest.raises(ValueError, match="room for 7 rows isn't as many for each rank"):
+            CpuCollective(group, "combine", 7, 4)
 
 
 @pytest.mark.parametrize(("kind", "arguments"), [("permute", ring(2, 1)), ("all_to_all", (0, 1))])

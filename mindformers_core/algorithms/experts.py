@@ -16,6 +16,7 @@ from mindformers_core.communication.local import filled, first_numbers
 ACTIVATIONS = {"silu": ops.silu, "gelu": ops.gelu, "relu": ops.relu}
 _product = ops.BatchMatMul()
 _by_rows = ops.BatchMatMul(False, True)
+_TWICE = "has chosen an expert twice: its choices have to differ"
 _dense = ops.MatMul(False, True)  # in a graph of dynamic shapes twice as fast as `ops.dense`
 
 
@@ -73,7 +74,8 @@ def places_of_choices(ids, owners, ranks, own, most, capacity):
         `most` for each rank.
 
     Raises:
-        ValueError: on CPU, a token that has chosen an expert twice, for whose rank there is then no room.
+        ValueError: on CPU, an id that no expert has, or a token that has chosen an expert twice, for whose rank there
+            is then no room.
     """
     if capacity is not None:
         ids = within_capacity(ids, owners.shape[0] - 1, capacity)
@@ -97,14 +99,20 @@ def places_of_choices(ids, owners, ranks, own, most, capacity):
     return taken, ops.reshape(ops.where(ops.less(keys, none), numbered, room), ids.shape), sent
 
 
+def _check_ids(ids, count):
+    if ids.size and ids.max() >= count:
+        raise ValueError(f"experts: ids {ids.shape} have {ids.max()}, but experts are 0 … {count - 1}, and -1 is none")
+
+
 def _places_by_host(ids, owners, ranks, own, most, in_turn):
     """`places_of_choices` where the host's reads cost nothing, in a tenth of the operators' time."""
+    _check_ids(ids, owners.size - 1)
     keys = owners[ids.reshape(-1) + 1]
     order, counts = np.argsort(keys, kind="stable"), np.bincount(keys, minlength=ranks * own + 1)
     sent = counts[:-1].reshape(ranks, own)
     of_ranks = sent.sum(1)
     if of_ranks.max() > most:
-        raise ValueError(f"experts: a token of ids {ids.shape} has chosen an expert twice: its choices have to differ")
+        raise ValueError(f"experts: a token of ids {ids.shape} {_TWICE}")
     chosen = order[: of_ranks.sum()]
     if in_turn:
         taken, numbered = order.astype(np.int32), np.arange(chosen.size)
@@ -140,6 +148,9 @@ def sizes_of_rows(sent, received, most, in_turn):
     Returns:
         int32 (2, ranks), how many rows go to each rank, and come from each; the same of their way back; and the numbers
         of own experts as ids (rows, 1) of the rows that come, or -1; of none one -1.
+
+    Raises:
+        ValueError: in PyNative and on CPU, more rows than `most`, as of a token that has chosen an expert twice.
     """
     both, own = ops.stack((sent, received)), received.shape[1]
     if has_values(both):
@@ -159,6 +170,8 @@ def sizes_of_rows(sent, received, most, in_turn):
 def _sizes_by_host(both, most):
     """`sizes_of_rows` of what is sent and received, with all ids, as a column."""
     sizes, (_, ranks, own) = both.sum(2, dtype=np.int32), both.shape
+    if sizes.max() > most:
+        raise ValueError(f"experts: a token {_TWICE}")
     numbers, counts = np.tile([*range(own), -1], ranks), np.hstack((both[1], most - sizes[1:].T))
     return sizes, sizes[::-1].copy(), np.repeat(numbers, counts.reshape(-1)).astype(np.int32).reshape(-1, 1)
 
@@ -194,6 +207,7 @@ def expert_rows(x, ids, gate_up, down, gate_up_bias, down_bias, activation):
 def _exactly(x, ids, gate_up, down, gate_up_bias, down_bias, activation):
     """`expert_rows` of known ids: a product for every expert that has any, of its own rows."""
     values = ids.asnumpy().reshape(-1)
+    _check_ids(values, gate_up.shape[0])
     order = np.argsort(values, kind="stable")[np.count_nonzero(values < 0) :]
     experts, counts = np.unique(values[order], return_counts=True)
     if not order.size:  # every tensor has a gradient, of zeros

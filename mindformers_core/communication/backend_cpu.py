@@ -112,7 +112,7 @@ class CpuCollective(raw.RawCollective):
 
     def eager_dispatch(self, x, sizes, rows, to_rows):
         sent, received = sizes
-        count = self.rows_of_result(sent, received)
+        count = self.rows_of_result(received)
         if shared := self._routes_much(x) and shared_group(self.group):
             return shared.exchange_rows(x, sent, received, count, self.most)
         found = raw.cut_rows(x, sent)
@@ -185,7 +185,7 @@ class _Sum(nn.Cell):
     def summed(self, x):
         """The sum of floats."""
         total = self.reduce(x)
-        return total if _is_empty(x.shape) else self.yielded(total)
+        return self.yielded(total) if _is_small(x.shape, x.itemsize) else total  # whose copies would cost more
 
 
 def _yielded(x):
@@ -194,8 +194,8 @@ def _yielded(x):
 
 
 @constexpr
-def _is_empty(shape):
-    return 0 in shape
+def _is_small(shape, itemsize):
+    return 0 < prod(shape) * itemsize < _SHARED_FROM
 
 
 def _limbs(x, count):

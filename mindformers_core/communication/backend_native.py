@@ -72,7 +72,7 @@ class NativeCollective(raw.RawCollective):
     def _rows_at_once(self, x, sent, received):
         """As many rows as there are, by an operator of Ascend; its tensors have a row where they have none."""
         theirs, ours = ([counts[part] for part in self.parts] for counts in (sent, received))
-        result = ops.zeros((self.rows_of_result(sent, received), *x.shape[1:]), x.dtype)
+        result = ops.zeros((self.rows_of_result(received), *x.shape[1:]), x.dtype)
         distributed.all_to_all_single(result, _in_turn(x, sent, self.parts), ours, theirs, self.group.name)
         return _in_turn(result, ours, self.places)
 
@@ -80,7 +80,7 @@ class NativeCollective(raw.RawCollective):
         """Likewise, where there is none."""
         shapes = [(count, *x.shape[1:]) if count else None for count in received]
         found = self._traded(raw.cut_rows(x, sent), shapes, x.dtype)
-        return raw.joined_rows(found, self.rows_of_result(sent, received), x)
+        return raw.joined_rows(found, self.rows_of_result(received), x)
 
     def _traded(self, parts, shapes, dtype):
         """What comes by messages from each place, of these shapes, for the parts that go there; None: nothing."""

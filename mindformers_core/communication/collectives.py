@@ -176,8 +176,9 @@ ReduceScatter = partial(make_collective, "reduce_scatter")  # Partial -> Shard(d
 AllToAll = partial(make_collective, "all_to_all")  # Shard(dim) -> Shard(to_dim)
 Permute = partial(make_collective, "permute")  # equal parts to other ranks, from layout `source` to layout `target`
 Shift = partial(make_collective, "shift")  # each local tensor to the rank `distance` further along the axes, in a ring
-# Of `rows` as many to each rank as `sizes` says, which is given, too; of several ranks, in graphs by a `Communicator`.
-Dispatch = partial(make_collective, "dispatch")  # into `to_rows`, in graphs as many for each rank
+# Rows of a tensor of `rows` go to other ranks into one of `to_rows`: `cell(x, sizes)`, with int32 sizes (2, ranks), how
+# many go to each rank, and come from each. For several ranks; graphs take the Cell of a `Communicator`.
+Dispatch = partial(make_collective, "dispatch")  # `rows` in turn, into as much room for each rank: see `RawCollective`
 Combine = partial(make_collective, "combine")  # the way back
 SliceToShard = partial(make_collective, "slice")  # Replicate -> Shard(dim)
 SliceVarying = partial(make_collective, "slice_varying")  # Varying -> Shard(dim)

@@ -96,7 +96,8 @@ class Communicator:
             axes: mesh axes of the joint group, major to minor.
             number: distinguishes Cells whose other arguments are equal.
             attributes: those of the kind: `dim`, `to_dim`, `op` (default: `"sum"`), (permute) the layouts `source` and
-                `target`, and (shift) `distance`.
+                `target`, (shift) `distance`, and (dispatch, combine) `rows` and `to_rows`; these two are called with
+                `sizes`, too, see `ShardContext.dispatched`.
 
         Raises:
             TypeError: an attribute that is missing, or that the kind doesn't have.

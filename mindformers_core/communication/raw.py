@@ -37,7 +37,15 @@ class RawCollective(nn.Cell):
         self.kind, self.arguments = kind, arguments
         self.routes = kind in ("dispatch", "combine")
         if self.routes:  # the most rows that go from a rank to another one
-            self.most = arguments[kind == "dispatch"] // self.size
+            room = arguments[kind == "dispatch"]
+            if room % self.size:
+                raise ValueError(f"{kind} over {group}: room for {room} rows isn't as many for each rank")
+            self.most = room // self.size
+        self.without_sizes = ""  # an error
+        if self.routes and world().backend != "fake":
+            self.without_sizes = (
+                f"{kind} over {group} also takes sizes: how many rows go to each rank, and come from each"
+            )
         self.sends, self.has_idle = True, False  # whether this place sends, and whether any doesn't
         if kind == "permute":  # its tables of all places are too long to show
             self.sends, self.has_idle = arguments[0][self.index] is not None, None in arguments[0]
@@ -67,10 +75,10 @@ class RawCollective(nn.Cell):
             TypeError: a `dispatch` or `combine` without sizes.
         """
         watch, group, error = process_state().watch, self.group, None
-        if self.routes and not sizes and world().backend != "fake":
-            raise TypeError(
-                f"{self.kind} over {group} also takes sizes: how many rows go to each rank, and come from each"
-            )
+        if self.without_sizes and not sizes:
+            raise TypeError(self.without_sizes)
+        if sizes:
+            self.check_rows(len(x), *sizes[0])
         shape = x.shape[1:] if sizes else x.shape  # ranks have as many rows as they are sent
         issued = self.kind, group.axes, group.ranks, shape, x.dtype, self.options, self.forward_places
         with nullcontext(True) if watch is None else watch.recorder.issue(*issued) as agrees:
@@ -90,13 +98,23 @@ class RawCollective(nn.Cell):
 
     def eager(self, x, *sizes):
         """The collective in PyNative."""
-        return ops.zeros((self.rows_of_result(*sizes[0]), *x.shape[1:]), x.dtype) if sizes else self._in_graph(x)
+        return ops.zeros((self.rows_of_result(sizes[0][1]), *x.shape[1:]), x.dtype) if sizes else self._in_graph(x)
 
-    def rows_of_result(self, sent, received):
-        """Of a `dispatch` or `combine` in PyNative, see there."""
+    def check_rows(self, count, sent, received):
+        """Raise `ValueError` where a `dispatch` or `combine` of so many rows has no rows or no room for sizes."""
+        if max(*sent, *received) > self.most or sum(sent) > count or sum(received) > self.rows_of_result(received):
+            raise ValueError(
+                f"{self.kind} over {self.group} of {count} rows into {self.arguments[1]} has room for {self.most} rows "
+                f"between two ranks, not for sizes {[sent, received]}"
+            )
+
+    def rows_of_result(self, received):
+        """Of a `dispatch` or `combine` in PyNative: how many rows its result has."""
         return max(1, sum(received)) if self.kind == "dispatch" else self.arguments[1]
 
     def construct(self, x, sizes=None):  # not by a function that takes a method: MindSpore drops its graph too early
+        if self.without_sizes != "" and sizes is None:
+            raise TypeError(self.without_sizes)
         if x.dtype == mstype.complex64:
             return _COMPLEX(self._in_graph(ops.real(x), sizes), self._in_graph(ops.imag(x), sizes))
         return self._in_graph(x, sizes)

@@ -67,9 +67,9 @@ def yield_core():
 class SharedGroup:
     """The ranks of a group, joined by memory and sockets; get it from `shared_group()`.
 
-    All ranks call the same methods in the same order, with tensors of the same shape and dtype. Each returns a new
-    tensor, and raises a `RuntimeError` where a rank has ended, misses the time limit or calls another method;
-    the group can't be used after that.
+    All ranks call the same methods in the same order, with tensors of the same dtype and shape, of `exchange_rows` with
+    rows of the same one. Each returns a new tensor, and raises a `RuntimeError` where a rank has ended, misses the time
+    limit or calls another method; the group can't be used after that.
 
     Args:
         index: this rank's place in the group.

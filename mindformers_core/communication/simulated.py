@@ -174,7 +174,7 @@ class SimulatedCollective(RawCollective):
         parts = np.zeros((self.size, self.most, *array.shape[1:]), array.dtype)
         for part, rows in zip(parts, np.split(array, np.cumsum(sent))):
             part[: len(rows)] = rows
-        here, result = world(), np.zeros((self.rows_of_result(sent, received), *array.shape[1:]), array.dtype)
+        here, result = world(), np.zeros((self.rows_of_result(received), *array.shape[1:]), array.dtype)
         found = here.ranks.meet(here.rank, self.group, self.kind, self.arguments, parts)
         result[: sum(received)] = np.concatenate([part[:count] for part, count in zip(found, received)])
         return result

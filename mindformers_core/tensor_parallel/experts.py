@@ -1,8 +1,8 @@
 """The experts of a layer as one operator with a rule of its own, and their algorithm: tokens go to experts and back.
 
 Expert parallelism is that of GShard (Lepikhin et al., arXiv 2006.16668): where mesh axes cut tokens and experts
-together, each rank sends a row for each choice to the rank that has the expert, and gets it back. Shapes are static: a
-rank may choose the experts of one other rank for all its tokens, unless experts have a capacity.
+together, each rank sends a row for each choice to the rank that has the expert, and gets it back. In graphs shapes are
+static: a rank may choose the experts of one other rank for all its tokens, unless experts have a capacity.
 """
 
 from dataclasses import replace
@@ -19,7 +19,7 @@ from mindformers_core.operators.registry import NO_GRADIENT
 from mindformers_core.operators.rules import experts as rules
 
 _SOURCE = "mindformers_core.algorithms.experts"
-_MOST = 2**30  # rows of what ranks send, so that their numbers, filled up to blocks, are int32
+_MOST = 2**30 - 1  # rows of what ranks send, so that their numbers, filled up to blocks, are int32
 _COUNTED = 2**24  # rows for one rank, up to which float32 counts
 _places = custom_operator("ExpertPlaces", parts.places_of_choices)
 _sizes = custom_operator("ExpertSizes", parts.sizes_of_rows)
@@ -69,6 +69,7 @@ def within_capacity(ids, count, capacity):
 def own_experts(operator, args, context):
     """The experts of a rank, for its own tokens, or for the choices of all ranks that have other tokens."""
     x, ids, weights, gate_up, down, *biases, activation, capacity = args
+    ids = ops.maximum(ids, -1)  # of any number below 0 nothing is computed on one card
     axes, rows = context.layouts[3].axes[0], context.layouts[0].cut_axes
     joint, own = tuple(axis for axis in axes if axis in rows and context.mesh.axis_size(axis) > 1), gate_up.shape[0]
     owners = _owners(context, axes, joint, own)
@@ -81,21 +82,23 @@ def own_experts(operator, args, context):
     if capacity is not None:
         most = min(most, count // capacity[1] * capacity[0] * own)
     context = replace(context, axes=joint)
-    if context.count * most >= _MOST or most > _COUNTED:
-        raise ValueError(
-            f"experts: room for {most} rows of each of {context.count} ranks is more than {_COUNTED} rows, or {_MOST} "
-            f"in all, which are counted: give a capacity, or a smaller batch than x {tuple(x.shape)} on a rank"
-        )
+    for room, limit, ranks in ((most, _COUNTED, "each of"), (context.count * most, _MOST, "all")):
+        if room > limit:
+            raise ValueError(
+                f"experts: room for {room} rows of {ranks} {context.count} ranks is more than {limit} rows, which are "
+                f"counted: give a capacity, or a smaller batch than x {tuple(x.shape)} on a rank"
+            )
     taken, back, sent = _places(choices, Tensor(owners), context.count, own, most, capacity)
     there, home, local = _sizes(sent, _exchanged(context, sent), most, capacity is None)
     rows, given = taken.shape[0], ops.gather(tokens, taken // each, 0)  # in the place of no choice, any
     given = context.dispatched(given, most, there) if capacity is None else _exchanged(context, given)
     found = _rows(given, local, gate_up, down, *biases, activation)
     found = ops.reshape(found, (-1, x.shape[-1]))
-    found = context.combined_rows(found, rows, most, home) if capacity is None else _exchanged(context, found)
-    weights = ops.reshape(weights, back.shape)
-    weights = weights * ops.cast(ops.less(back, rows), weights.dtype)  # 0 where a choice was not sent
-    found = ops.gather(found, ops.minimum(back, rows - 1), 0)
+    if capacity is None:  # where choices were not sent, the last row is of zeros
+        found, back = context.combined_rows(found, rows, most, home), ops.minimum(back, rows - 1)
+    else:
+        found = ops.cat((_exchanged(context, found), ops.zeros((1, x.shape[-1]), x.dtype)), 0)
+    found = ops.gather(found, back, 0)
     return ops.reshape(_combined(found, weights), x.shape)
 
 
