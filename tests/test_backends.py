@@ -178,7 +178,9 @@ def test_rows_go_to_ranks_and_back(monkeypatch, backend, device, mode):
 def test_rows_without_room_are_an_error(name, rows, sizes):
     with rank_of(2, 0, SimulatedRanks(2, "CPU"), "CPU"):
         cell = CpuCollective(Group(("tp",), (0, 1), 0, "a_group"), name, *rows)
-        with pytest.raises(ValueError, match=rf"{name} over .* of 4 rows into {rows[1]} has room for 4 rows between"):
+        with pytest.raises(
+            ValueError, match=rf"{name} over .* of 4 rows into {rows[1]}, at most 4 between two ranks, has"
+        ):
             cell(Tensor(np.ones((4, 3), np.float32)), sizes)
 
 

@@ -41,7 +41,8 @@ THREADS = {  # threads of other projects, and the fault -> files and tests, or `
         "expert_faults.yaml", "rows-of-the-wrong-dim", "test_experts.py", "test_each_cut"),
     "Automodel #2682: experts that files don't give": (
         "test_checkpoint_hugging_face.py", "test_other_tensors_are_errors"),
-    "DeepSpeed #8261, torchtitan #3969: offsets of elements in int32": ("test_expert_rows.py", "test_rows_are_numbered"),
+    "DeepSpeed #8261, torchtitan #3969: offsets of elements in int32": (
+        "test_expert_rows.py", "test_rows_are_numbered"),
     "HyperParallel #77: twice the norm under tensor parallelism": (
         "expert_faults.yaml", "bias-of-every-rank", "expert_faults.yaml", "norm-counts-experts-twice"),
     "torchtitan #3174, #3412: tied weights are summed twice; a partial loss is marked as replicated": (

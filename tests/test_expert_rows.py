@@ -52,12 +52,15 @@ def test_a_token_that_overflows():
 def test_an_id_that_no_expert_has():
     """Says which, on one card and where rows are numbered."""
     given = [Tensor(each) for each in (np.ones((3, 4), np.float32), np.full((3, 1), 2, np.int32))]
-    says = r"have 2, but experts are 0 … 1, and -1 is none"
+    says = r"ids \(3, 1\) have 2, but experts are 0 … 1, and -1 is none"
     with pytest.raises(ValueError, match=says):
         RoutedExperts(2, 4, 4)(*given, Tensor(np.ones((3, 1), np.float32)))
     owners = Tensor(np.array([2, 0, 1], np.int32))
     with pytest.raises(ValueError, match=says):
         parts.places_of_choices(given[1], owners, 2, 1, 3, None)
+    given = [Tensor(each) for each in (np.ones((4, 4), np.float32), np.array([[3], [0], [1], [0]], np.int32))]
+    with pytest.raises(ValueError, match=r"ids \(4, 1\) have 3, but"):
+        RoutedExperts(2, 4, 4, capacity=(2, 4))(*given, Tensor(np.ones((4, 1), np.float32)))
 
 
 def test_rows_are_numbered():

@@ -47,6 +47,8 @@ def within_capacity(ids, count, capacity):
         capacity: (most choices of an expert in a group, number of tokens of a group).
     """
     most, size = capacity
+    if on_cpu() and has_values(ids):
+        _check_ids(ids.asnumpy(), count)
     grouped = ops.reshape(ids, (-1, size, ids.shape[-1]))
     groups, _, each = grouped.shape
     ordered = ops.reshape(ops.transpose(grouped, (0, 2, 1)), (groups, -1))
@@ -74,8 +76,8 @@ def places_of_choices(ids, owners, ranks, own, most, capacity):
         `most` for each rank.
 
     Raises:
-        ValueError: on CPU, an id that no expert has, or a token that has chosen an expert twice, for whose rank there
-            is then no room.
+        ValueError: on CPU, in graphs without a capacity only: an id that no expert has, or a token that has chosen an
+            expert twice, for whose rank there is then no room.
     """
     if capacity is not None:
         ids = within_capacity(ids, owners.shape[0] - 1, capacity)
@@ -206,8 +208,9 @@ def expert_rows(x, ids, gate_up, down, gate_up_bias, down_bias, activation):
 
 def _exactly(x, ids, gate_up, down, gate_up_bias, down_bias, activation):
     """`expert_rows` of known ids: a product for every expert that has any, of its own rows."""
-    values = ids.asnumpy().reshape(-1)
+    values = ids.asnumpy()
     _check_ids(values, gate_up.shape[0])
+    values = values.reshape(-1)
     order = np.argsort(values, kind="stable")[np.count_nonzero(values < 0) :]
     experts, counts = np.unique(values[order], return_counts=True)
     if not order.size:  # every tensor has a gradient, of zeros

@@ -31,6 +31,7 @@ from mindformers_core.communication.shared_memory import MOST_READERS
 _ZEROS_LIKE = ops.ZerosLike()
 _REDUCTIONS = {"sum": ops.Add(), "max": ops.Maximum(), "min": ops.Minimum()}
 _SUMMED = (mstype.float32, mstype.float16)
+_YIELDED_UP_TO = 1 << 20  # bytes of a sum whose copies cost a graph less than the wait for another rank
 _SHARED_FROM = 1 << 16  # bytes of a tensor that is worth connecting the ranks at a first call
 _CARRIED = {mstype.bool_: mstype.int32, mstype.int16: mstype.int32}  # messages have no such dtypes
 
@@ -185,7 +186,7 @@ class _Sum(nn.Cell):
     def summed(self, x):
         """The sum of floats."""
         total = self.reduce(x)
-        return self.yielded(total) if _is_small(x.shape, x.itemsize) else total  # whose copies would cost more
+        return self.yielded(total) if _is_small(x.shape, x.itemsize) else total
 
 
 def _yielded(x):
@@ -195,7 +196,7 @@ def _yielded(x):
 
 @constexpr
 def _is_small(shape, itemsize):
-    return 0 < prod(shape) * itemsize < _SHARED_FROM
+    return 0 < prod(shape) * itemsize <= _YIELDED_UP_TO
 
 
 def _limbs(x, count):

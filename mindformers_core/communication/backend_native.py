@@ -72,9 +72,10 @@ class NativeCollective(raw.RawCollective):
     def _rows_at_once(self, x, sent, received):
         """As many rows as there are, by an operator of Ascend; its tensors have a row where they have none."""
         theirs, ours = ([counts[part] for part in self.parts] for counts in (sent, received))
-        result = ops.zeros((self.rows_of_result(received), *x.shape[1:]), x.dtype)
+        result = ops.zeros((max(1, sum(received)), *x.shape[1:]), x.dtype)
         distributed.all_to_all_single(result, _in_turn(x, sent, self.parts), ours, theirs, self.group.name)
-        return _in_turn(result, ours, self.places)
+        found, missing = _in_turn(result, ours, self.places), self.rows_of_result(received) - len(result)
+        return ops.cat((found, ops.zeros((missing, *x.shape[1:]), x.dtype)), 0) if missing else found
 
     def _rows_by_messages(self, x, sent, received):
         """Likewise, where there is none."""

@@ -73,6 +73,7 @@ class RawCollective(nn.Cell):
         Raises:
             RuntimeError: the report of a hang: another rank has died, is late, or calls other collectives.
             TypeError: a `dispatch` or `combine` without sizes.
+            ValueError: one that has no rows or no room for its sizes.
         """
         watch, group, error = process_state().watch, self.group, None
         if self.without_sizes and not sizes:
@@ -104,8 +105,8 @@ class RawCollective(nn.Cell):
         """Raise `ValueError` where a `dispatch` or `combine` of so many rows has no rows or no room for sizes."""
         if max(*sent, *received) > self.most or sum(sent) > count or sum(received) > self.rows_of_result(received):
             raise ValueError(
-                f"{self.kind} over {self.group} of {count} rows into {self.arguments[1]} has room for {self.most} rows "
-                f"between two ranks, not for sizes {[sent, received]}"
+                f"{self.kind} over {self.group} of {count} rows into {self.arguments[1]}, at most {self.most} between "
+                f"two ranks, has no rows or no room for sizes {[sent, received]}"
             )
 
     def rows_of_result(self, received):

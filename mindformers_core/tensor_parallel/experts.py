@@ -50,7 +50,8 @@ def experts(x, ids, weights, gate_up, down, gate_up_bias=None, down_bias=None, a
         (…, H), of the dtype of `x`.
 
     Raises:
-        ValueError: shapes that don't fit, or another activation.
+        ValueError: shapes that don't fit, another activation, or, where the host reads them, an id that no expert has,
+            or that a token has twice.
     """
     rules.check_groups(x.shape, capacity)
     if activation not in parts.ACTIVATIONS:

@@ -177,7 +177,7 @@ def case_the_core_is_yielded_after_each():
     reduce, dispatch = comm.AllReduceVarying(mesh, "dp"), comm.Dispatch(mesh, "dp", 400, 800)
     sizes = ms.Tensor(np.full((2, 2), 200, np.float32))
     with patch.object(os, "sched_yield", wraps=os.sched_yield) as yields:
-        for rows, dtype in ((4, ms.float32), (400, ms.float32), (4, ms.int32), (4, ms.int64)):
+        for rows, dtype in ((4, ms.float32), (400, ms.float32), (4, ms.int32), (40, ms.int32), (4, ms.int64)):
             x = ms.ops.ones((rows, 256), dtype)
             for called in (reduce, ms.jit(reduce)) if dtype == ms.float32 else (ms.jit(reduce),):
                 yields.reset_mock()
