@@ -186,7 +186,7 @@ class _Sum(nn.Cell):
     def summed(self, x):
         """The sum of floats."""
         total = self.reduce(x)
-        return self.yielded(total) if _is_small(x.shape, x.itemsize) else total
+        return self.yielded(total) if _yields(x.shape, x.itemsize) else total
 
 
 def _yielded(x):
@@ -195,7 +195,7 @@ def _yielded(x):
 
 
 @constexpr
-def _is_small(shape, itemsize):
+def _yields(shape, itemsize):
     return 0 < prod(shape) * itemsize <= _YIELDED_UP_TO
 
 
